@@ -1,0 +1,1 @@
+"""Pagemill: a server for large language models."""

@@ -1,0 +1,1 @@
+"""Pagemill's worker."""
