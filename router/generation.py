@@ -15,10 +15,12 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class GenerationRequest:
     """What a client asks for. Exactly one of prompt_text, prompt_token_ids and messages is set.
 
-    `sampling.max_tokens` None means the rest of the context; any other value must fit into it.
+    With `max_tokens_absent` the client named no max_tokens: `sampling.max_tokens` is then replaced by the rest of the
+    context for a conversation, and clamped to it for a prompt. A max_tokens that the client named must fit.
     """
 
     sampling: SamplingParams
+    max_tokens_absent: bool = False
     model: str = ""  # empty: the router's own model
     prompt_text: str | None = None
     prompt_token_ids: list[int] | None = None
