@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pagemill.demo_model import DEMO_MODEL_NAME, demo_model_path
 from pagemill.errors import ModelLoadError
+from pagemill.gguf_file import read_gguf_head
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _QUANTIZATION_SUFFIX = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)$", re.IGNORECASE)
@@ -153,32 +154,22 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _config_from_gguf(path: Path) -> dict[str, Any]:
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(path)
-    except (OSError, ValueError, IndexError, KeyError) as err:
-        raise ModelLoadError(f"{str(path)!r} is not a readable GGUF file: {err}", field="model") from err
-    fields = reader.fields
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    architecture = _gguf_value(fields, "general.architecture", path)
+    head = read_gguf_head(path)
+    metadata, tensors = head.metadata, head.tensors
+    architecture = _required(metadata, "general.architecture", path)
 
     def need(key: str) -> Any:
-        return _gguf_value(fields, f"{architecture}.{key}", path)
-
-    def optional(key: str, default: Any = None) -> Any:
-        field = fields.get(key)
-        return default if field is None else field.contents()
+        return _required(metadata, f"{architecture}.{key}", path)
 
     num_heads = int(need("attention.head_count"))
     hidden_size = int(need("embedding_length"))
-    head_dim = int(optional(f"{architecture}.attention.key_length", hidden_size // num_heads))
+    head_dim = int(metadata.get(f"{architecture}.attention.key_length", hidden_size // num_heads))
     model_type, class_name = _GGUF_ARCHITECTURES.get(architecture, (architecture, architecture))
-    rope = _gguf_rope(architecture, optional, "rope_freqs.weight" in tensors, path)
-    eos = [optional("tokenizer.ggml.eos_token_id"), optional("tokenizer.ggml.eot_token_id")]
+    rope = _gguf_rope(architecture, metadata, "rope_freqs.weight" in tensors, path)
+    eos = [metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")]
     eos_ids = sorted({int(token_id) for token_id in eos if token_id is not None})
-    # GGUF stores shapes fastest dimension first: the vocabulary is the last one of the embedding.
-    vocab_size = int(tensors["token_embd.weight"].shape[-1]) if "token_embd.weight" in tensors else None
+    if "token_embd.weight" not in tensors:
+        raise ModelLoadError(f"{str(path)!r} has no tensor 'token_embd.weight'", field="model")
     return {
         "architectures": [class_name],
         "model_type": model_type,
@@ -186,40 +177,39 @@ def _config_from_gguf(path: Path) -> dict[str, Any]:
         "intermediate_size": int(need("feed_forward_length")),
         "num_hidden_layers": int(need("block_count")),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": int(optional(f"{architecture}.attention.head_count_kv", num_heads)),
+        "num_key_value_heads": int(metadata.get(f"{architecture}.attention.head_count_kv", num_heads)),
         "head_dim": head_dim,
         "max_position_embeddings": int(need("context_length")),
         "rms_norm_eps": float(need("attention.layer_norm_rms_epsilon")),
-        "vocab_size": vocab_size or int(optional(f"{architecture}.vocab_size", 0)),
+        "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_theta": rope["rope_theta"],
         "rope_parameters": rope,
-        "bos_token_id": optional("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids or None,
-        "pad_token_id": optional("tokenizer.ggml.padding_token_id"),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
         "torch_dtype": "bfloat16",
     }
 
 
-def _gguf_value(fields: Any, key: str, path: Path) -> Any:
-    field = fields.get(key)
-    if field is None:
+def _required(metadata: dict[str, Any], key: str, path: Path) -> Any:
+    if key not in metadata:
         raise ModelLoadError(f"{str(path)!r} has no metadata {key!r}: is it a language model?", field="model")
-    return field.contents()
+    return metadata[key]
 
 
-def _gguf_rope(architecture: str, optional: Callable[..., Any], has_factor_tensor: bool, path: Path) -> dict[str, Any]:
+def _gguf_rope(architecture: str, metadata: dict[str, Any], has_factor_tensor: bool, path: Path) -> dict[str, Any]:
     """rope_parameters; scalings that cannot be expressed are refused rather than computed wrongly."""
     rope: dict[str, Any] = {
         "rope_type": "default",
-        "rope_theta": float(optional(f"{architecture}.rope.freq_base", 10000.0)),
+        "rope_theta": float(metadata.get(f"{architecture}.rope.freq_base", 10000.0)),
     }
-    scaling = optional(f"{architecture}.rope.scaling.type", "none")
+    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
     if scaling == "linear":
-        rope |= {"rope_type": "linear", "factor": float(optional(f"{architecture}.rope.scaling.factor", 1.0))}
+        rope |= {"rope_type": "linear", "factor": float(metadata.get(f"{architecture}.rope.scaling.factor", 1.0))}
     elif scaling != "none" or has_factor_tensor:
         kind = "rope_freqs.weight" if scaling == "none" else scaling
         raise ModelLoadError(
