@@ -9,9 +9,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+BLOCK_SIZES = (8, 16, 32, 64)
+
+
+def _known_block_size(block_size: int) -> int:
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"should be one of {', '.join(map(str, BLOCK_SIZES))}")
+    return block_size
+
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+BlockSize = Annotated[int, AfterValidator(_known_block_size)]
 
 
 class CommonSettings(BaseModel):
@@ -21,7 +31,9 @@ class CommonSettings(BaseModel):
 
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="least severe level logged")
     log_format: Literal["console", "json"] = Field("console", description="readable lines or one JSON object per line")
-    otlp_endpoint: str = Field("", description="OTLP gRPC endpoint for traces, such as http://127.0.0.1:4317; empty: off")
+    otlp_endpoint: str = Field(
+        "", description="OTLP gRPC endpoint for traces, such as http://127.0.0.1:4317; empty: off"
+    )
     trace_sample_ratio: float = Field(1.0, ge=0, le=1, description="share of new traces that are recorded")
     metrics_host: str = Field("127.0.0.1", description="address of the metrics port")
     metrics_port: Port | None = Field(None, description="Prometheus port; unset: none (the router also has /metrics)")
@@ -31,7 +43,9 @@ class CommonSettings(BaseModel):
 class RouterSettings(CommonSettings):
     """The stateless front: HTTP, gRPC, tokenizer, prompt cache, routing."""
 
-    model: str = Field("", description="directory, .gguf file or hub id whose tokenizer and config are used; empty: demo")
+    model: str = Field(
+        "", description="directory, .gguf file or hub id whose tokenizer and config are used; empty: demo"
+    )
     served_model_name: list[str] = Field(default_factory=list, description="names clients may use; default: from model")
     http_host: str = Field("127.0.0.1", description="address of the OpenAI HTTP API")
     http_port: Port = Field(8000, description="port of the OpenAI HTTP API; 0 picks one")
@@ -76,7 +90,7 @@ class WorkerSettings(CommonSettings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to run; auto takes CUDA if present")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half"] = Field("auto", description="weights and KV")
     load_format: Literal["auto", "safetensors", "pt", "gguf", "dummy", "hf"] = Field("auto", description="weight files")
-    block_size: int = Field(16, description="tokens per KV block: 8, 16, 32 or 64")
+    block_size: BlockSize = Field(16, description="tokens per KV block: 8, 16, 32 or 64")
     num_blocks: int | None = Field(None, ge=2, description="KV blocks; unset: from memory")
     kv_cache_gib: float = Field(1.0, gt=0, description="KV memory on CPU, where num_blocks is unset")
     gpu_memory_utilization: float = Field(0.90, gt=0, le=1, description="share of GPU memory to use")
@@ -92,5 +106,7 @@ class ServeSettings(CommonSettings):
     """`pagemill serve`: the supervisor. Options of the three services are taken too and passed on."""
 
     redis: Literal["auto", "off"] = Field("auto", description="start a private redis-server where one is found")
+    redis_maxmemory_mb: int = Field(256, ge=8, description="memory of the private redis-server in MiB")
     num_workers: int = Field(1, ge=1, description="worker processes")
     restart: bool = Field(True, description="start a process again that died")
+    start_timeout_s: float = Field(900.0, gt=0, description="longest time from the first process to the first answer")
