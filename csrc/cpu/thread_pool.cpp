@@ -21,6 +21,8 @@
 #include <thread>
 #include <vector>
 
+#include "thread_placement.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -33,6 +35,8 @@ constexpr int64_t kMaxChunks = (int64_t{1} << 32) - 1;
 // Long enough to bridge the Python code between two kernels of a decode step, short enough that a pool with no work
 // gives its cores back at once.
 constexpr int64_t kDefaultSpinUs = 50;
+// How long the caller waits for the last chunks before it asks whether their helpers have lost their cores.
+constexpr int64_t kPatienceNs = 20'000;
 
 thread_local int current_thread = -1;  // number inside a region, -1 outside
 
@@ -146,17 +150,39 @@ class ThreadPool {
     count_ = count;
     unfinished_.store(static_cast<uint32_t>(count), std::memory_order_relaxed);
     unclaimed_.store(static_cast<uint64_t>(count), std::memory_order_release);
+    caller_cpu_.store(sched_getcpu(), std::memory_order_relaxed);
     epoch_.fetch_add(1, std::memory_order_seq_cst);
     if (helpers_asleep_.load(std::memory_order_seq_cst) > 0) {
       futex_wake(epoch_, static_cast<int>(std::min<int64_t>(count - 1, INT_MAX)));
     }
     work(0);
-    // A helper still holds a chunk. Sleeping after the spin matters when that helper lost its core to another process:
-    // it frees this core for it.
+    if (unfinished_.load(std::memory_order_acquire) != 0) wait_for_helpers();
+  }
+
+  // All chunks are claimed and a helper still holds one.
+  void wait_for_helpers() {
+    if (spin_until_finished(kPatienceNs)) return;
+    for (HelperPlacement& placement : placements_) placement.sample_cpu_time();
+    if (spin_until_finished(std::max(spin_ns_, kPatienceNs))) return;
+    for (HelperPlacement& placement : placements_) {
+      if (placement.is_starved()) placement.pull_to_current_cpu();
+    }
     for (uint32_t left = unfinished_.load(std::memory_order_acquire); left != 0;
          left = unfinished_.load(std::memory_order_acquire)) {
-      wait_while_equal(unfinished_, left, caller_asleep_, spin_ns_);
+      wait_while_equal(unfinished_, left, caller_asleep_, 0);
     }
+    for (HelperPlacement& placement : placements_) placement.release();
+  }
+
+  bool spin_until_finished(int64_t limit_ns) const {
+    const int64_t deadline_ns = now_ns() + limit_ns;
+    do {
+      for (int i = 0; i < 16; ++i) {
+        if (unfinished_.load(std::memory_order_acquire) == 0) return true;
+        pause_cpu();
+      }
+    } while (now_ns() < deadline_ns);
+    return false;
   }
 
   // Claims chunks until none is left. The claim is a compare-and-swap on the number of unclaimed chunks: a helper that
@@ -178,16 +204,22 @@ class ThreadPool {
 
   void helper_main(int thread, uint32_t seen_epoch) {
     current_thread = thread;
+    HelperPlacement& placement = placements_[static_cast<size_t>(thread - 1)];
+    placement.attach();
     while (true) {
       wait_while_equal(epoch_, seen_epoch, helpers_asleep_, spin_ns_);
       seen_epoch = epoch_.load(std::memory_order_acquire);
       if (stopping_.load(std::memory_order_acquire)) return;
+      placement.leave_cpu(caller_cpu_.load(std::memory_order_relaxed));
+      placement.set_busy(true);
       work(thread);
+      placement.set_busy(false);
     }
   }
 
   void start_helpers() {
     stopping_.store(false, std::memory_order_release);
+    placements_ = std::vector<HelperPlacement>(static_cast<size_t>(num_threads() - 1));
     const uint32_t epoch = epoch_.load(std::memory_order_acquire);
     // Signals belong to the threads of the application.
     sigset_t all_signals, previous_signals;
@@ -212,10 +244,12 @@ class ThreadPool {
   std::mutex caller_mutex_;  // guards the fields of a region and helpers_
   std::atomic<int> num_threads_;
   std::vector<std::thread> helpers_;
+  std::vector<HelperPlacement> placements_;  // of helpers_, in order
   FunctionRef<void(int64_t, int)>* body_ = nullptr;
   int64_t first_ = 0;
   int64_t count_ = 0;
   std::atomic<bool> stopping_{false};
+  std::atomic<int> caller_cpu_{-1};
   // Each on its own cache line: helpers spin on the epoch while the others change.
   alignas(64) std::atomic<uint32_t> epoch_{0};
   std::atomic<int> helpers_asleep_{0};
