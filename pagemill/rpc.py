@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import grpc
@@ -145,10 +145,15 @@ def error_from_rpc(err: grpc.RpcError) -> PagemillError:
 
 
 class ShutdownSignal:
-    """SIGTERM and SIGINT of an asyncio process: the first sets `event`, the second ends the process at once, code 1."""
+    """SIGTERM and SIGINT of an asyncio process: the first sets `event`, the second ends the process at once, code 1.
 
-    def __init__(self) -> None:
+    Args:
+        before_exit: called before that sudden end.
+    """
+
+    def __init__(self, before_exit: Callable[[], None] | None = None) -> None:
         self.event = asyncio.Event()
+        self._before_exit = before_exit
 
     def install(self, loop: asyncio.AbstractEventLoop) -> None:
         """Take over both signals. Call it on the main thread."""
@@ -157,5 +162,7 @@ class ShutdownSignal:
 
     def _on_signal(self) -> None:
         if self.event.is_set():
+            if self._before_exit is not None:
+                self._before_exit()
             os._exit(1)
         self.event.set()

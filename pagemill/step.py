@@ -44,8 +44,8 @@ class NewSequence:
 class StepPlan:
     """One step. Applied in this order: releases, new sequences, new blocks, copies, forward pass, sampling.
 
-    A row's tokens are the next `num_tokens[row]` known tokens of its slot. The token sampled for a slot last is known to
-    the worker alone until its result is back: a decode row needs no token id.
+    A row's tokens are the next `num_tokens[row]` known tokens of its slot. The token sampled for a slot last is known
+    to the worker alone until its result is back: a decode row needs no token id.
     """
 
     epoch: int

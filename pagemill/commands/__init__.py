@@ -1,0 +1,1 @@
+"""The commands of `pagemill`, one module each, imported when called."""

@@ -1,0 +1,105 @@
+"""`pagemill serve [MODEL]`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from pagemill.commands.settings_options import (
+    GroupedCommand,
+    OptionSpec,
+    build_options,
+    given,
+    service_specs,
+)
+from pagemill.config_loader import SERVICES, SHARED_NAMES, LoadedSettings, load_settings, option_name
+
+_HELP = """Serve MODEL on this machine.
+
+MODEL is a local Hugging Face directory, a .gguf file or a hub id; without it the demo model SmolLM2-135M-Instruct is
+served. Starts a private redis-server where one is found, a scheduler, workers and a router as separate processes, and
+starts a process again that dies. All options of the three services are taken.
+
+When the first answer can be had, it prints how to ask, and one line that begins with `pagemill-ready` on stdout. The
+first SIGTERM or Ctrl-C drains and exits 0, the second ends everything at once. No process outlives it."""
+
+# Settings of a service that the supervisor decides.
+_DECIDED_HERE = frozenset({"scheduler"})
+# Options whose name would say too little beside those of the other services.
+_PREFIXED = frozenset({("scheduler", "host"), ("scheduler", "port")})
+
+
+def serve_specs() -> list[OptionSpec]:
+    """Options of the supervisor and of all three services; a shared name comes once and is applied to all."""
+    specs = service_specs("serve")
+    seen = {spec.setting for spec in specs}
+    for service in ("router", "scheduler", "worker"):
+        for spec in service_specs(service):
+            if spec.setting in seen or spec.setting in _DECIDED_HERE:
+                continue
+            owner = "common" if spec.setting in SHARED_NAMES else service
+            prefixed = (service, spec.setting) in _PREFIXED
+            parameter = f"{service}_{spec.setting}" if prefixed else spec.setting
+            specs.append(OptionSpec(parameter, owner, spec.setting, spec.field))
+            if owner == "common":
+                seen.add(spec.setting)
+    return specs
+
+
+def load_all(
+    config_file: str | None, parameters: dict[str, Any], environment: Mapping[str, str]
+) -> dict[str, LoadedSettings]:
+    """Settings of all four services from one command line."""
+    loaded: dict[str, LoadedSettings] = {}
+    specs = serve_specs()
+    for service in SERVICES:
+        own = [spec for spec in specs if spec.service in ("common", service) and spec.parameter in parameters]
+        loaded[service] = load_settings(
+            service,
+            config_file=config_file,
+            environment=environment,
+            options={spec.setting: parameters[spec.parameter] for spec in own},
+            flags={spec.setting: option_name(spec.parameter) for spec in own},
+        )
+    return loaded
+
+
+def command(name: str) -> click.Command:
+    specs = serve_specs()
+    return GroupedCommand(
+        name,
+        specs=specs,
+        callback=_serve,
+        params=[click.Argument(["model_argument"], required=False, metavar="[MODEL]"), *build_options(specs)],
+        help=_HELP,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    )
+
+
+def _serve(model_argument: str | None, config_file: str | None, **parameters: Any) -> None:
+    options = given(parameters)
+    if model_argument is not None:
+        if options.get("model", model_argument) != model_argument:
+            raise click.UsageError(f"two models: {model_argument!r} and --model {options['model']!r}")
+        options["model"] = model_argument
+    loaded = load_all(config_file, options, os.environ)
+    raise click.exceptions.Exit(_run(loaded))
+
+
+def _run(loaded: dict[str, LoadedSettings]) -> int:
+    from pagemill.model_source import resolve_model
+    from pagemill.progress import make_progress
+    from pagemill.serve_plan import check_ports_free, make_plan
+    from pagemill.supervisor import Supervisor
+    from pagemill.telemetry import setup_logging
+
+    setup_logging("serve", loaded["serve"].settings)
+    plan = make_plan(loaded)
+    check_ports_free(plan)
+    for model in {plan.router.model, plan.workers[0].model}:
+        resolve_model(model, files="tokenizer")
+    return asyncio.run(Supervisor(plan, make_progress()).run())
