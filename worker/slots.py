@@ -74,7 +74,7 @@ class SlotTable:
         if num_blocks > self.max_blocks:
             raise DesyncError(f"slot {slot}: {num_blocks} blocks, at most {self.max_blocks}")
         block_ids = np.array(sequence.block_ids, dtype=np.int64)
-        self._check_blocks(block_ids)
+        self.check_blocks(block_ids)
         self.active[slot] = True
         self.block_table[slot, :num_blocks] = block_ids
         self.num_blocks[slot] = num_blocks
@@ -97,7 +97,7 @@ class SlotTable:
             raise DesyncError(
                 f"{len(block_ids)} new block ids, but the counts of {len(slots)} rows sum to {counts.sum()}"
             )
-        self._check_blocks(block_ids)
+        self.check_blocks(block_ids)
         first = self.num_blocks[slots]
         if (first + counts > self.max_blocks).any():
             raise DesyncError(f"a block table grows past {self.max_blocks} blocks")
@@ -106,13 +106,31 @@ class SlotTable:
         self.block_table[np.repeat(slots, counts), columns] = block_ids
         self.num_blocks[slots] += counts.astype(np.int32)
 
-    def _check_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
+    def check_rows(self, listed: list[int], slots: IntArray) -> None:
+        """Check the slots of a plan's rows, given as list and as array.
+
+        Raises:
+            DesyncError: one is out of range, holds no sequence or has two rows.
+        """
+        if not listed:
+            return
+        if not (0 <= slots.min() and slots.max() < self.num_slots) or not self.active[slots].all():
+            raise DesyncError(f"a row names a slot without a sequence; slots {sorted(set(listed))[:8]}, ...")
+        if len(set(listed)) != len(listed):
+            raise DesyncError("a slot has two rows in one step")
+
+    def check_blocks(self, block_ids: npt.NDArray[np.int64]) -> None:
+        """Check that blocks lie in the pool.
+
+        Raises:
+            DesyncError: one does not.
+        """
         if len(block_ids) and not (block_ids.min() >= 0 and block_ids.max() < self.num_pool_blocks):
             raise DesyncError(
                 f"block ids reach from {block_ids.min()} to {block_ids.max()}; pool {self.num_pool_blocks}"
             )
 
-    def append_tokens(self, slots: IntArray, token_ids: IntArray) -> None:
+    def append_tokens(self, slots: IntArray, token_ids: npt.NDArray[np.int64]) -> None:
         """Append one sampled token to each of `slots`. At the context length the token is not kept."""
         known = self.num_known[slots]
         room = known < self.max_model_len
