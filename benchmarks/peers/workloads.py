@@ -13,52 +13,16 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-ADJECTIVES = ["the", "old", "a", "small", "every", "young", "that", "quiet", "this", "bright"]
-NOUNS = [
-    "river",
-    "teacher",
-    "engine",
-    "garden",
-    "market",
-    "window",
-    "letter",
-    "mountain",
-    "doctor",
-    "computer",
-    "village",
-    "song",
-    "bridge",
-    "kitchen",
-    "student",
-    "forest",
-    "planet",
-    "story",
-    "machine",
-    "road",
-    "winter",
-    "farmer",
-    "ship",
-    "question",
-    "library",
-]
-VERBS = [
-    "carries",
-    "finds",
-    "watches",
-    "builds",
-    "follows",
-    "repairs",
-    "remembers",
-    "describes",
-    "crosses",
-    "visits",
-    "paints",
-    "measures",
-    "keeps",
-    "answers",
-    "leaves",
-]
-PREPOSITIONS = ["near", "under", "across", "behind", "without", "before", "after", "beside", "around", "through"]
+ADJECTIVES = "the old a small every young that quiet this bright".split()
+NOUNS = (
+    "river teacher engine garden market window letter mountain doctor computer village song bridge "
+    "kitchen student forest planet story machine road winter farmer ship question library"
+).split()
+VERBS = (
+    "carries finds watches builds follows repairs remembers describes crosses visits paints measures keeps "
+    "answers leaves"
+).split()
+PREPOSITIONS = "near under across behind without before after beside around through".split()
 CONCURRENT = {"W1": True, "W2": False, "W3": True, "W4": True}
 
 
