@@ -55,7 +55,8 @@ CpuIsa detect() {
   const CpuidLeaf basic = cpuid(1, 0);
   const CpuidLeaf extended = cpuid(7, 0);
   const CpuidLeaf extended1 = cpuid(7, 1);
-  const bool avx2 = has_bits(state, bit(1) | bit(2)) && has_bits(basic.ecx, bit(28) | bit(12) | bit(29)) &&  // FMA, F16C
+  const bool avx2 = has_bits(state, bit(1) | bit(2)) &&
+                    has_bits(basic.ecx, bit(28) | bit(12) | bit(29)) &&  // FMA, F16C
                     has_bits(extended.ebx, bit(5));
   if (!avx2) return CpuIsa::kPortable;
   const bool avx512 = has_bits(state, bit(5) | bit(6) | bit(7)) &&
@@ -100,8 +101,8 @@ CpuIsa cpu_isa() {
 
 void set_cpu_isa(CpuIsa isa) {
   if (isa > best_cpu_isa()) {
-    throw std::invalid_argument("this machine supports " + std::string(cpu_isa_name(best_cpu_isa())) + " at best, not " +
-                                std::string(cpu_isa_name(isa)));
+    throw std::invalid_argument("this machine supports " + std::string(cpu_isa_name(best_cpu_isa())) +
+                                " at best, not " + std::string(cpu_isa_name(isa)));
   }
   chosen.store(static_cast<int>(isa), std::memory_order_relaxed);
 }

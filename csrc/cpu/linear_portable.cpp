@@ -1,0 +1,7 @@
+#include "linear_fma.h"
+
+namespace pagemill {
+
+const LinearKernels& linear_kernels_portable(DType dtype) { return fma_kernels(dtype); }
+
+}  // namespace pagemill
