@@ -37,7 +37,10 @@ void apply(const PackedLinear& linear, uintptr_t x, int64_t num_rows, int64_t x_
 
 }  // namespace
 
+}  // namespace pagemill
+
 void bind_linear(py::module_& module) {
+  using namespace pagemill;
   py::class_<PackedLinear>(module, "PackedLinear")
       .def(py::init(&pack), py::call_guard<py::gil_scoped_release>())
       .def("apply", &apply, py::call_guard<py::gil_scoped_release>())
@@ -49,5 +52,3 @@ void bind_linear(py::module_& module) {
   module.def("probe_read_bandwidth", &probe_read_bandwidth, py::call_guard<py::gil_scoped_release>());
   module.def("probe_bf16_peak", &probe_bf16_peak, py::call_guard<py::gil_scoped_release>());
 }
-
-}  // namespace pagemill
