@@ -1,0 +1,84 @@
+"""Gathers what a step brought, per owner, and who is told about it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Protocol
+
+from pagemill.step import StepResult
+from scheduler.sequence import FinishReason, OwnerOutput, Request, Sequence, StepOutputs
+
+
+class SchedulerObserver(Protocol):
+    """Told about turns in a request's life, for metrics and traces. Called on the core's thread; must be quick."""
+
+    def first_token(self, request: Request) -> None:
+        """The first output token came back."""
+
+    def tokens(self, num_tokens: int) -> None:
+        """A result brought this many tokens of sequences that had one before."""
+
+    def sequence_finished(self, reason: FinishReason) -> None:
+        """One sequence ended."""
+
+    def request_ended(self, request: Request, error_code: int) -> None:
+        """No sequence of the request is left; `error_code` is 0 where it did not fail."""
+
+
+class NullObserver:
+    """Observes nothing."""
+
+    def first_token(self, request: Request) -> None:
+        pass
+
+    def tokens(self, num_tokens: int) -> None:
+        pass
+
+    def sequence_finished(self, reason: FinishReason) -> None:
+        pass
+
+    def request_ended(self, request: Request, error_code: int) -> None:
+        pass
+
+
+class OutputCollector:
+    """Output since the last `take`."""
+
+    def __init__(self) -> None:
+        self._outputs: StepOutputs = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._outputs)
+
+    def of(self, owner: Hashable) -> OwnerOutput:
+        output = self._outputs.get(owner)
+        if output is None:
+            output = self._outputs[owner] = OwnerOutput()
+        return output
+
+    def take(self) -> StepOutputs:
+        outputs, self._outputs = self._outputs, {}
+        return outputs
+
+    def add_tokens(self, rows: list[Sequence], result: StepResult, dropped: set[int]) -> None:
+        """One sampled token per row, but for the `dropped` positions."""
+        tokens = result.sampled_token_ids
+        if not dropped and rows and all(s.request.owner is rows[0].request.owner for s in rows):
+            # By far the most common step: one owner, all rows alive.
+            output = self.of(rows[0].request.owner)
+            start = len(output.handles)
+            output.handles += [s.request.handle for s in rows]
+            output.indexes += [s.index for s in rows]
+            output.token_ids += tokens
+            output.logprobs.update((start + position, entry) for position, entry in result.logprobs.items())
+            return
+        for position, sequence in enumerate(rows):
+            if position in dropped:
+                continue
+            request = sequence.request
+            output = self.of(request.owner)
+            output.handles.append(request.handle)
+            output.indexes.append(sequence.index)
+            output.token_ids.append(tokens[position])
+            if position in result.logprobs:
+                output.logprobs[len(output.handles) - 1] = result.logprobs[position]
