@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from opentelemetry.trace import Span
 
 from pagemill.sampling_params import SamplingParams
 from pagemill.step import TokenLogprobs
@@ -104,11 +107,30 @@ class CompleteOutput:
     from_cache: bool = False  # answered by the response cache
 
 
+class InflightSlot:
+    """One place of max_inflight_requests. Given back once, at the latest when nobody refers to it any more."""
+
+    __slots__ = ("_give_back",)
+
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back: Callable[[], None] | None = give_back
+
+    def release(self) -> None:
+        """Give the place back; a second call does nothing."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+    def __del__(self) -> None:
+        self.release()
+
+
 @dataclass(slots=True)
 class PreparedRequest:
     """A request that passed all checks: tokenized, within the context length, its sampling resolved.
 
-    `sampling` has max_tokens and seed set. `explicit_seed` says whether the client gave the seed.
+    `sampling` has max_tokens and seed set. `explicit_seed` says whether the client gave the seed. `cached_output` is
+    the answer, where the response cache has it.
     """
 
     request: GenerationRequest
@@ -117,9 +139,14 @@ class PreparedRequest:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     explicit_seed: bool
+    arrival_unix_ns: int
     deadline_unix_ns: int
-    traceparent: str = ""  # of the span router.request; empty where the trace is off
+    slot: InflightSlot
+    span: Span
+    traceparent: str = ""  # of `span`; empty where the trace is off
     tokens_from_cache: bool = False
+    cached_output: CompleteOutput | None = None
+    response_key: str = ""  # where the answer is to be kept; empty: nowhere
 
 
 @dataclass(slots=True, frozen=True)

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 
 class StopStrings:
-    """The stop strings of one request with their failure functions (Knuth, Morris and Pratt); shared by its sequences."""
+    """The stop strings of one request with their failure functions (Knuth, Morris, Pratt).
+
+    Immutable: the sequences of the request share it.
+    """
 
     __slots__ = ("failures", "strings")
 

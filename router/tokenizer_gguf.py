@@ -68,13 +68,17 @@ def read_gguf(path: Path) -> TokenizerParts:
     tokens = metadata.get("tokenizer.ggml.tokens")
     kind = metadata.get("tokenizer.ggml.model")
     if not isinstance(tokens, list) or not tokens or kind is None:
-        raise ModelLoadError(f"{path} holds no tokenizer (tokenizer.ggml.model and tokenizer.ggml.tokens)", field="model")
+        raise ModelLoadError(
+            f"{path} holds no tokenizer (tokenizer.ggml.model and tokenizer.ggml.tokens)", field="model"
+        )
     if kind == "gpt2":
         backend, adds_bos = _byte_level_bpe(metadata, tokens, path)
     elif kind == "llama":
         backend, adds_bos = _sentencepiece(metadata, tokens), True
     else:
-        raise ModelLoadError(f"{path}: tokenizer model {kind!r} is not supported; supported are gpt2, llama", field="model")
+        raise ModelLoadError(
+            f"{path}: tokenizer model {kind!r} is not supported; supported are gpt2, llama", field="model"
+        )
     special = _special_tokens(metadata, tokens)
     bos = special.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None
     eos = special.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
@@ -87,9 +91,9 @@ def _byte_level_bpe(metadata: dict[str, Any], tokens: list[str], path: Path) -> 
     name = str(metadata.get("tokenizer.ggml.pre", ""))
     style = _ALIASES.get(name)
     if style is None:
+        supported = ", ".join(sorted(filter(None, _ALIASES)))
         raise ModelLoadError(
-            f"{path}: pre-tokenizer {name!r} is not supported; supported are {', '.join(sorted(filter(None, _ALIASES)))}",
-            field="model",
+            f"{path}: pre-tokenizer {name!r} is not supported; supported are {supported}", field="model"
         )
     if name in ("", "default"):
         _log.warning("the GGUF file names no pre-tokenizer; text is cut as GPT-2 does")

@@ -33,9 +33,7 @@ def read_hf(path: Path) -> TokenizerParts:
     return TokenizerParts(backend, named, _eos_ids(directory, backend, named), _chat_templates(directory, config))
 
 
-def _read_backend(
-    directory: Path, path: Path, named: dict[str, str]
-) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+def _read_backend(directory: Path, path: Path, named: dict[str, str]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     json_file = path if path.is_file() and path.suffix == ".json" else directory / "tokenizer.json"
     if json_file.is_file():
         try:

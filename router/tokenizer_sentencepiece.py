@@ -39,7 +39,7 @@ def build_backend(vocab: SentencePieceVocab) -> tokenizers.Tokenizer:
     has_bytes = BYTE in vocab.kinds
     if vocab.is_unigram:
         scored = list(zip(vocab.pieces, vocab.scores, strict=True))
-        model = models.Unigram(scored, unk_id=unknown, byte_fallback=has_bytes)
+        model: models.Model = models.Unigram(scored, unk_id=unknown, byte_fallback=has_bytes)
     else:
         model = models.BPE(
             ids,

@@ -1,0 +1,122 @@
+"""The gRPC face of the pipeline: `pagemill.v1.Inference`."""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, asynccontextmanager
+
+import grpc.aio
+
+from pagemill.errors import PagemillError, UnauthenticatedError
+from pagemill.rpc import abort_with
+from pagemill.v1 import inference_pb2, inference_pb2_grpc
+from router.generation import GenerationRequest
+from router.inference_wire import ResponseWriter, read_chat, read_generate, write_models
+from router.pipeline import Pipeline
+
+_log = logging.getLogger(__name__)
+
+SERVICE_NAME = "pagemill.v1.Inference"
+# Initial metadata that says which part of an answer came from the prompt cache: "response", "tokens" or "miss".
+CACHE_METADATA = "pagemill-prompt-cache"
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Serves `Inference`. Cancelling a call closes the pipeline's iterator, which aborts the request.
+
+    Args:
+        pipeline: owned by the caller.
+        api_key: what clients must send as `authorization: Bearer KEY`; empty takes any.
+    """
+
+    def __init__(self, pipeline: Pipeline, api_key: str = "") -> None:
+        self._pipeline = pipeline
+        self._api_key = api_key
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
+        read = functools.partial(read_generate, request)
+        async with self._edge(context), aclosing(self._run(read, request.final_only, context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def Chat(
+        self, request: inference_pb2.ChatRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
+        read = functools.partial(read_chat, request)
+        async with self._edge(context), aclosing(self._run(read, request.final_only, context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.TokenizeResponse:
+        async with self._edge(context):
+            add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            ids = await self._pipeline.tokenize(
+                request.text, model=request.model, add_special_tokens=add_special_tokens
+            )
+            return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self._pipeline.max_model_len)
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.DetokenizeResponse:
+        async with self._edge(context):
+            text = await self._pipeline.detokenize(
+                list(request.token_ids), model=request.model, skip_special_tokens=request.skip_special_tokens
+            )
+            return inference_pb2.DetokenizeResponse(text=text)
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.ListModelsResponse:
+        async with self._edge(context):
+            return write_models(self._pipeline.models())
+
+    async def _run(
+        self, read: Callable[[], GenerationRequest], final_only: bool, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
+        request = read()
+        metadata = _metadata(context)
+        request.traceparent = metadata.get("traceparent", "")
+        remaining_s = context.time_remaining()
+        request.timeout_s = remaining_s if remaining_s and remaining_s > 0 else None
+        prepared = await self._pipeline.prepare(request)
+        source = "response" if prepared.cached_output else "tokens" if prepared.tokens_from_cache else "miss"
+        await context.send_initial_metadata(((CACHE_METADATA, source),))
+        writer = ResponseWriter(prepared)
+        if final_only:
+            yield writer.whole(await self._pipeline.complete(prepared))
+            return
+        async with aclosing(self._pipeline.stream(prepared)) as events:
+            async for event in events:
+                yield writer.event(event)
+
+    @asynccontextmanager
+    async def _edge(self, context: grpc.aio.ServicerContext) -> AsyncGenerator[None]:
+        """Checks the key, and translates what is raised inside to a status; anything unexpected shows no details."""
+        try:
+            self._check_key(context)
+            yield
+        except PagemillError as error:
+            await abort_with(context, error)
+        except (grpc.aio.AbortError, grpc.aio.UsageError):
+            raise
+        except Exception:
+            _log.exception("a request failed by a bug")
+            await abort_with(context, PagemillError("internal error"))
+
+    def _check_key(self, context: grpc.aio.ServicerContext) -> None:
+        if not self._api_key:
+            return
+        given = _metadata(context).get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._api_key.encode()):
+            raise UnauthenticatedError("missing or wrong API key")
+
+
+def _metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
