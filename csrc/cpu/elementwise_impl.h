@@ -1,0 +1,173 @@
+// Norms, rotary embedding and activations, for the instruction set of the including file.
+#pragma once
+
+#include "simd.h"
+
+namespace pagemill {
+namespace {
+
+constexpr int W = VecF::kWidth;
+
+template <typename T>
+PAGEMILL_INLINE T* row_pointer(void* base, int64_t offset) {
+  return static_cast<T*>(base) + offset;
+}
+template <typename T>
+PAGEMILL_INLINE const T* row_pointer(const void* base, int64_t offset) {
+  return static_cast<const T*>(base) + offset;
+}
+
+template <typename T>
+void rms_norm_rows_of(const RmsNormParams& p, int64_t begin, int64_t end) {
+  const T* weight = static_cast<const T*>(p.weight);
+  const int64_t whole = p.hidden / W * W;
+  const int64_t rest = p.hidden - whole;
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = row_pointer<T>(p.x, row * p.x_stride);
+    T* out = row_pointer<T>(p.out, row * p.out_stride);
+    VecF sum = zero();
+    const T* source = x;
+    if (p.residual != nullptr) {
+      T* residual = row_pointer<T>(p.residual, row * p.residual_stride);
+      for (int64_t i = 0; i < whole; i += W) {
+        store(residual + i, load(residual + i) + load(x + i));
+        // The stored, rounded value is what the next layer sees, so it is what is normalised.
+        const VecF value = load(residual + i);
+        sum = fma(value, value, sum);
+      }
+      if (rest != 0) {
+        store_first(residual + whole, rest, load_first(residual + whole, rest) + load_first(x + whole, rest));
+        const VecF value = load_first(residual + whole, rest);
+        sum = fma(value, value, sum);
+      }
+      source = residual;
+    } else {
+      for (int64_t i = 0; i < whole; i += W) {
+        const VecF value = load(x + i);
+        sum = fma(value, value, sum);
+      }
+      if (rest != 0) {
+        const VecF value = load_first(x + whole, rest);
+        sum = fma(value, value, sum);
+      }
+    }
+    const VecF scale = set1(1.0f / __builtin_sqrtf(reduce_add(sum) / static_cast<float>(p.hidden) + p.epsilon));
+    for (int64_t i = 0; i < whole; i += W) store(out + i, load(source + i) * scale * load(weight + i));
+    if (rest != 0) {
+      store_first(out + whole, rest, load_first(source + whole, rest) * scale * load_first(weight + whole, rest));
+    }
+  }
+}
+
+template <typename T>
+PAGEMILL_INLINE void rotate_neox(T* head, const float* cosines, const float* sines, int64_t half) {
+  int64_t i = 0;
+  for (; i + W <= half; i += W) {
+    const VecF a = load(head + i), b = load(head + half + i);
+    const VecF c = load(cosines + i), s = load(sines + i);
+    store(head + i, a * c - b * s);
+    store(head + half + i, b * c + a * s);
+  }
+  for (; i < half; ++i) {
+    const float a = to_float(head[i]), b = to_float(head[half + i]);
+    head[i] = from_float<T>(a * cosines[i] - b * sines[i]);
+    head[half + i] = from_float<T>(b * cosines[i] + a * sines[i]);
+  }
+}
+
+template <typename T>
+PAGEMILL_INLINE void rotate_interleaved(T* head, const float* cosines, const float* sines, int64_t half) {
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = to_float(head[2 * i]), b = to_float(head[2 * i + 1]);
+    head[2 * i] = from_float<T>(a * cosines[i] - b * sines[i]);
+    head[2 * i + 1] = from_float<T>(b * cosines[i] + a * sines[i]);
+  }
+}
+
+template <typename T>
+void rotary_rows_of(const RotaryParams& p, int64_t begin, int64_t end) {
+  const int64_t half = p.rot_dim / 2;
+  for (int64_t token = begin; token < end; ++token) {
+    const int64_t position = p.positions_are_int64 ? static_cast<const int64_t*>(p.positions)[token]
+                                                   : static_cast<const int32_t*>(p.positions)[token];
+    const float* cosines = p.cos_sin + position * p.rot_dim;
+    const float* sines = cosines + half;
+    T* q = row_pointer<T>(p.q, token * p.q_token_stride);
+    T* k = row_pointer<T>(p.k, token * p.k_token_stride);
+    const int32_t num_heads = p.num_query_heads + p.num_kv_heads;
+    for (int32_t head = 0; head < num_heads; ++head) {
+      T* x = head < p.num_query_heads ? q + head * p.q_head_stride : k + (head - p.num_query_heads) * p.k_head_stride;
+      if (p.layout == RotaryLayout::kNeox) {
+        rotate_neox(x, cosines, sines, half);
+      } else {
+        rotate_interleaved(x, cosines, sines, half);
+      }
+    }
+  }
+}
+
+PAGEMILL_INLINE VecF silu(VecF x) { return x / (set1(1.0f) + exp(zero() - x)); }
+
+PAGEMILL_INLINE VecF gelu_tanh(VecF x) {
+  const VecF inner = set1(0.7978845608028654f) * fma(set1(0.044715f) * x * x, x, x);
+  return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
+}
+
+PAGEMILL_INLINE VecF gelu_erf(VecF x) {
+  float lanes[W];
+  store(lanes, x);
+  for (int i = 0; i < W; ++i) lanes[i] = 0.5f * lanes[i] * (1.0f + ::erff(lanes[i] * 0.70710678f));
+  return load(lanes);
+}
+
+template <typename T, VecF (*kActivation)(VecF)>
+void activation_rows_with(const ActivationParams& p, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const T* gate = row_pointer<T>(p.gate_up, row * p.gate_up_stride);
+    const T* up = gate + p.size;
+    T* out = row_pointer<T>(p.out, row * p.out_stride);
+    int64_t i = 0;
+    for (; i + W <= p.size; i += W) store(out + i, kActivation(load(gate + i)) * load(up + i));
+    const int64_t rest = p.size - i;
+    if (rest != 0) store_first(out + i, rest, kActivation(load_first(gate + i, rest)) * load_first(up + i, rest));
+  }
+}
+
+template <typename T>
+void activation_rows_of(const ActivationParams& p, int64_t begin, int64_t end) {
+  switch (p.activation) {
+    case Activation::kSilu:
+      return activation_rows_with<T, silu>(p, begin, end);
+    case Activation::kGeluTanh:
+      return activation_rows_with<T, gelu_tanh>(p, begin, end);
+    case Activation::kGeluErf:
+      return activation_rows_with<T, gelu_erf>(p, begin, end);
+  }
+}
+
+// Calls the functor with a value of the element type of `dtype`.
+template <typename Functor>
+PAGEMILL_INLINE auto with_element_type(DType dtype, Functor functor) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return functor(BFloat16{});
+    case DType::kFloat16:
+      return functor(Float16{});
+    case DType::kFloat32:
+      break;
+  }
+  return functor(float{});
+}
+
+void rms_norm_rows(const RmsNormParams& p, int64_t begin, int64_t end) {
+  with_element_type(p.dtype, [&](auto element) { rms_norm_rows_of<decltype(element)>(p, begin, end); });
+}
+void rotary_rows(const RotaryParams& p, int64_t begin, int64_t end) {
+  with_element_type(p.dtype, [&](auto element) { rotary_rows_of<decltype(element)>(p, begin, end); });
+}
+void activation_rows(const ActivationParams& p, int64_t begin, int64_t end) {
+  with_element_type(p.dtype, [&](auto element) { activation_rows_of<decltype(element)>(p, begin, end); });
+}
+
+}  // namespace
+}  // namespace pagemill

@@ -1,0 +1,65 @@
+// The bodies that exist once per instruction set. Each works on a range of rows or on one task and starts no threads:
+// splitting work over threads is done once, in code that every processor can run.
+#pragma once
+
+#include <cstdint>
+
+#include "pagemill/params.h"
+
+namespace pagemill {
+
+// Keys are folded into a query's result partition by partition, in order, whoever computes the partitions. A constant,
+// so that results depend neither on the number of threads nor on the batch.
+constexpr int kPartitionKeys = 512;
+constexpr int kMaxHeadSize = 256;
+
+// One tile of queries of one sequence and one KV head, over a range of partitions. The rows of a tile are (token,
+// query head of the group) pairs, heads fastest.
+struct AttentionTask {
+  int32_t seq, kv_head;
+  int32_t first_row, num_rows;  // of num_new_tokens * group_size
+  int32_t first_partition, num_partitions;
+};
+
+struct AttentionSizes {
+  int32_t tile_rows;       // most rows of a task
+  int64_t scratch_bytes;   // for one task, aligned to 64
+  int64_t partial_floats;  // of one partition of one tile
+};
+
+struct VocabStats {
+  float maximum;
+  int64_t argmax;  // first index of the maximum
+  bool valid;      // no NaN, no +inf, not all -inf
+};
+
+struct KernelTable {
+  void (*rms_norm_rows)(const RmsNormParams&, int64_t begin, int64_t end);
+  void (*rotary_rows)(const RotaryParams&, int64_t begin, int64_t end);
+  void (*activation_rows)(const ActivationParams&, int64_t begin, int64_t end);
+
+  AttentionSizes (*attention_sizes)(const PagedAttentionParams&);
+  // partials == nullptr: the task holds all partitions of its tile and writes the output. Otherwise the partial of
+  // partition first_partition + i goes to partials + i * partial_floats.
+  void (*attention_task)(const PagedAttentionParams&, const AttentionTask&, float* partials, void* scratch);
+  // Folds the partials of all partitions of a tile, in order, and writes the output.
+  void (*attention_fold)(const PagedAttentionParams&, const AttentionTask&, const float* partials, void* scratch);
+
+  VocabStats (*vocab_stats)(const void* logits, DType dtype, int64_t vocab_size);
+  // sum of exp(logit - maximum)
+  double (*vocab_sum_exp)(const void* logits, DType dtype, int64_t vocab_size, float maximum);
+  int64_t (*vocab_count_greater)(const void* logits, DType dtype, int64_t vocab_size, float threshold);
+  void (*vocab_to_float)(const void* logits, DType dtype, int64_t vocab_size, float* out);
+  // weights[i] = exp((x[i] - maximum) * inverse_temperature)
+  void (*vocab_weights)(const float* x, int64_t vocab_size, float maximum, float inverse_temperature, float* weights);
+};
+
+const KernelTable& kernel_table_portable();
+const KernelTable& kernel_table_avx2();
+const KernelTable& kernel_table_avx512();
+const KernelTable& kernel_table_amx();
+
+// The table for cpu_isa().
+const KernelTable& kernel_table();
+
+}  // namespace pagemill

@@ -1,0 +1,157 @@
+// Parameters of every kernel: plain structs on raw pointers, the same for CPU and CUDA.
+//
+// Strides count elements, not bytes. The innermost dimension is always contiguous. The caller owns all memory; a
+// kernel keeps no pointer after it returns.
+#pragma once
+
+#include <cstdint>
+
+namespace pagemill {
+
+enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+constexpr int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// out = x / rms(x) * weight over rows of `hidden`. With `residual`: residual += x first, and out is the norm of that.
+struct RmsNormParams {
+  void* out;           // [num_tokens, hidden]
+  const void* x;       // [num_tokens, hidden]
+  void* residual;      // [num_tokens, hidden] or null; updated in place
+  const void* weight;  // [hidden]
+  int64_t num_tokens, hidden;
+  int64_t out_stride, x_stride, residual_stride;
+  float epsilon;
+  DType dtype;
+};
+
+enum class RotaryLayout : int32_t {
+  kNeox = 0,         // pairs (i, i + rot_dim / 2)
+  kInterleaved = 1,  // pairs (2 i, 2 i + 1)
+};
+
+// Rotates the first rot_dim dimensions of each head of q and k in place. With caches: also stores k and v into pages.
+struct RotaryParams {
+  void* q;                // [num_tokens, num_query_heads, head_size]
+  void* k;                // [num_tokens, num_kv_heads, head_size]
+  const void* positions;  // [num_tokens] int32 or int64
+  const float* cos_sin;   // [max_positions, rot_dim]: rot_dim / 2 cosines, then as many sines
+  int64_t num_tokens, max_positions;
+  int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride;
+  int32_t num_query_heads, num_kv_heads, head_size, rot_dim;
+  bool positions_are_int64;
+  RotaryLayout layout;
+  DType dtype;
+};
+
+// Writes the keys and values of each token into its slot of the paged cache. Slot -1 is skipped.
+struct StoreKvParams {
+  const void* key;              // [num_tokens, num_kv_heads, head_size]
+  const void* value;            // [num_tokens, num_kv_heads, head_size]
+  void* key_cache;              // [num_blocks, num_kv_heads, block_size, head_size], contiguous
+  void* value_cache;            // same
+  const int64_t* slot_mapping;  // [num_tokens]: block * block_size + offset
+  int64_t num_tokens, num_blocks;
+  int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
+  int32_t num_kv_heads, head_size, block_size;
+  DType dtype;
+};
+
+// Causal attention of each sequence's new tokens to all its tokens so far, through the block tables. The new tokens
+// of sequence b are rows query_start[b] .. query_start[b + 1] - 1 and the last ones of its context_lens[b] tokens.
+struct PagedAttentionParams {
+  void* out;                    // [num_tokens, num_query_heads, head_size]
+  const void* query;            // [num_tokens, num_query_heads, head_size]
+  const void* key_cache;        // [num_blocks, num_kv_heads, block_size, head_size], contiguous
+  const void* value_cache;      // same
+  const int32_t* block_tables;  // [num_table_rows, max_blocks], rows may be strided
+  const int32_t* seq_slots;     // [num_seqs] row of block_tables, or null: row b for sequence b
+  const int32_t* query_start;   // [num_seqs + 1]
+  const int32_t* context_lens;  // [num_seqs] tokens in the cache, this step's included
+  const float* alibi_slopes;    // [num_query_heads] or null
+  const float* sinks;           // [num_query_heads] or null: a logit that takes part in the softmax without a value
+  float* lse;                   // [num_tokens, num_query_heads] or null: log of the softmax denominator
+  int64_t num_tokens, num_blocks, num_table_rows, max_blocks;
+  int64_t out_token_stride, out_head_stride, query_token_stride, query_head_stride, block_table_stride;
+  int32_t num_seqs, num_query_heads, num_kv_heads, head_size, block_size;
+  int32_t window;  // keys that a token sees, itself included; -1: all
+  float scale, soft_cap;
+  DType dtype;
+};
+
+enum class Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2 };
+
+// out = activation(gate) * up, where a row of gate_up is [gate, up].
+struct ActivationParams {
+  void* out;            // [num_tokens, size]
+  const void* gate_up;  // [num_tokens, 2 * size]
+  int64_t num_tokens, size, out_stride, gate_up_stride;
+  Activation activation;
+  DType dtype;
+};
+
+// out[i] = table[ids[i]]: embedding lookup and row gathering.
+struct GatherRowsParams {
+  void* out;          // [num_rows, row_bytes]
+  const void* table;  // [num_table_rows, row_bytes]
+  const void* ids;    // [num_rows] int32 or int64
+  int64_t num_rows, num_table_rows, row_bytes, out_stride_bytes, table_stride_bytes;
+  bool ids_are_int64;
+};
+
+// Copies whole blocks inside each layer's caches, in order. caches: 2 * num_layers base addresses.
+struct CopyBlocksParams {
+  void* const* caches;
+  const int64_t* sources;       // [num_copies]
+  const int64_t* destinations;  // [num_copies]
+  int64_t num_caches, num_copies, num_blocks, block_bytes;
+};
+
+// One token per row of logits. Per-row arrays may be null: the value in brackets holds for every row then.
+//
+// Order: logit bias, repetition, frequency and presence penalties, masked ids, temperature, top-k, top-p, min-p.
+struct SampleParams {
+  const void* logits;               // [num_rows, vocab_size]
+  const float* temperature;         // [0]; below 1e-5: the largest logit, first index on ties
+  const int32_t* top_k;             // [0: off]
+  const float* top_p;               // [1]
+  const float* min_p;               // [0]
+  const uint64_t* seeds;            // [0]
+  const int64_t* positions;         // [0]; the draw depends on (seed, position) alone
+  const float* presence_penalty;    // [0]
+  const float* frequency_penalty;   // [0]
+  const float* repetition_penalty;  // [1]
+  const int32_t* prompt_offsets;    // [num_rows + 1] or null
+  const int32_t* prompt_ids;        // token ids of the prompts, rows end to end
+  const int32_t* output_offsets;    // [num_rows + 1] or null
+  const int32_t* output_ids;        // token ids generated so far, rows end to end
+  const int32_t* bias_offsets;      // [num_rows + 1] or null
+  const int32_t* bias_ids;
+  const float* bias_values;
+  const int32_t* masked_offsets;  // [num_rows + 1] or null
+  const int32_t* masked_ids;      // may not be sampled
+  int64_t* out_ids;               // [num_rows]
+  float* out_logprobs;            // [num_rows] or null: of the raw distribution, at least -9999
+  int32_t* out_ranks;             // [num_rows] or null: 1 + number of larger raw logits
+  int32_t* out_status;            // [num_rows]: 1 where a logit is NaN or +inf or all are -inf
+  int32_t* out_top_ids;           // [num_rows, num_top] or null: largest raw logits, descending
+  float* out_top_logprobs;        // [num_rows, num_top] or null
+  int64_t num_rows, vocab_size, logits_stride;
+  int32_t num_top;
+  DType dtype;
+};
+
+// Raw log-probabilities of given tokens.
+struct TokenLogprobsParams {
+  const void* logits;       // [num_rows, vocab_size]
+  const int64_t* ids;       // [num_rows]
+  float* out_logprobs;      // [num_rows]
+  int32_t* out_ranks;       // [num_rows]
+  int32_t* out_status;      // [num_rows]
+  int32_t* out_top_ids;     // [num_rows, num_top] or null
+  float* out_top_logprobs;  // [num_rows, num_top] or null
+  int64_t num_rows, vocab_size, logits_stride;
+  int32_t num_top;
+  DType dtype;
+};
+
+}  // namespace pagemill

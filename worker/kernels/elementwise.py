@@ -1,0 +1,138 @@
+"""Norms, activations and row lookups."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from worker.kernels._checks import DTYPE_CODES, Dims, PlanCache
+from worker.kernels._native import load_native
+
+_C = load_native()
+_ACTIVATIONS = tuple(DTYPE_CODES)
+_INDEX_DTYPES = (torch.int64, torch.int32)
+_ACTIVATION_CODES = {"silu": 0, "tanh": 1, "none": 2}
+
+_norm_plans = PlanCache()
+_activation_plans = PlanCache()
+_gather_plans = PlanCache()
+
+
+def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """out = x / sqrt(mean(x^2) + eps) * weight.
+
+    Shapes: out, x [num_tokens, hidden] (rows may be strided; out may be x), weight [hidden]; one dtype for all.
+    """
+    key = (x.shape, x.stride(), out.shape, out.stride(), weight.shape, x.dtype, out.dtype, weight.dtype, x.device)
+    plan = _norm_plans.get(key)
+    if plan is None:
+        plan = _norm_plans.remember(key, _norm_plan("rms_norm", out, x, weight, None))
+    plan(out.data_ptr(), x.data_ptr(), 0, weight.data_ptr(), eps)
+
+
+def fused_add_rms_norm(
+    out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> None:
+    """residual += x, rounded to its dtype; out = rms_norm(residual).
+
+    Shapes: out, x, residual [num_tokens, hidden] (rows may be strided; out may be x), weight [hidden]; one dtype.
+    """
+    key = (
+        x.shape, x.stride(), out.shape, out.stride(), residual.shape, residual.stride(), weight.shape,
+        x.dtype, out.dtype, residual.dtype, weight.dtype,
+    )  # fmt: skip
+    plan = _norm_plans.get(key)
+    if plan is None:
+        plan = _norm_plans.remember(key, _norm_plan("fused_add_rms_norm", out, x, weight, residual))
+    plan(out.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps)
+
+
+def _norm_plan(
+    op: str, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
+) -> object:
+    dims = Dims(op)
+    x_strides = dims.tensor("x", x, ("num_tokens", "hidden"), _ACTIVATIONS, contiguous=False)
+    out_strides = dims.tensor("out", out, ("num_tokens", "hidden"), (x.dtype,), contiguous=False)
+    dims.tensor("weight", weight, ("hidden",), (x.dtype,))
+    residual_stride = 0
+    if residual is not None:
+        residual_stride = dims.tensor(
+            "residual", residual, ("num_tokens", "hidden"), (x.dtype,), contiguous=False
+        )[0]  # fmt: skip
+    return _C.RmsNorm(
+        dims["num_tokens"], dims["hidden"], out_strides[0], x_strides[0], residual_stride, DTYPE_CODES[x.dtype]
+    ).run
+
+
+def silu_and_mul(out: torch.Tensor, gate_up: torch.Tensor) -> None:
+    """out = silu(gate) * up, where gate_up is [num_tokens, 2 * size] = [gate, up] and out [num_tokens, size]."""
+    _activation_and_mul(out, gate_up, "silu")
+
+
+def gelu_and_mul(out: torch.Tensor, gate_up: torch.Tensor, approximate: Literal["tanh", "none"] = "tanh") -> None:
+    """out = gelu(gate) * up, by the tanh formula or ("none") the error function; shapes as silu_and_mul."""
+    if approximate not in ("tanh", "none"):
+        raise ValueError(f"gelu_and_mul: approximate {approximate!r} is not supported; supported: tanh, none")
+    _activation_and_mul(out, gate_up, approximate)
+
+
+def _activation_and_mul(out: torch.Tensor, gate_up: torch.Tensor, activation: str) -> None:
+    key = (activation, gate_up.shape, gate_up.stride(), out.shape, out.stride(), gate_up.dtype, out.dtype)
+    plan = _activation_plans.get(key)
+    if plan is None:
+        plan = _activation_plans.remember(key, _activation_plan(out, gate_up, activation))
+    plan(out.data_ptr(), gate_up.data_ptr())
+
+
+def _activation_plan(out: torch.Tensor, gate_up: torch.Tensor, activation: str) -> object:
+    op = "silu_and_mul" if activation == "silu" else "gelu_and_mul"
+    dims = Dims(op)
+    out_strides = dims.tensor("out", out, ("num_tokens", "size"), _ACTIVATIONS, contiguous=False)
+    dims.sizes["2*size"] = 2 * dims["size"]
+    strides = dims.tensor("gate_up", gate_up, ("num_tokens", "2*size"), (out.dtype,), contiguous=False)
+    code = _ACTIVATION_CODES[activation]
+    return _C.ActivationAndMul(
+        dims["num_tokens"], dims["size"], out_strides[0], strides[0], code, DTYPE_CODES[out.dtype]
+    ).run
+
+
+def embedding(out: torch.Tensor, ids: torch.Tensor, table: torch.Tensor) -> None:
+    """out[i] = table[ids[i]]; out [num_tokens, hidden], ids [num_tokens] int32 or int64, table [vocab_size, hidden]."""
+    _gather("embedding", out, table, ids)
+
+
+def gather_rows(out: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> None:
+    """out[i] = x[rows[i]]; out [num_rows, hidden], x [num_tokens, hidden], rows [num_rows] int32 or int64."""
+    _gather("gather_rows", out, x, rows)
+
+
+def _gather(op: str, out: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> None:
+    key = (
+        out.shape,
+        out.stride(),
+        table.shape,
+        table.stride(),
+        ids.shape,
+        ids.stride(),
+        out.dtype,
+        table.dtype,
+        ids.dtype,
+    )
+    plan = _gather_plans.get(key)
+    if plan is None:
+        plan = _gather_plans.remember(key, _gather_plan(op, out, table, ids))
+    plan(out.data_ptr(), table.data_ptr(), ids.data_ptr())
+
+
+def _gather_plan(op: str, out: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> object:
+    dims = Dims(op)
+    out_strides = dims.tensor("out", out, ("num_rows", "hidden"), _ACTIVATIONS, contiguous=False)
+    table_strides = dims.tensor("table", table, ("num_table_rows", "hidden"), (out.dtype,), contiguous=False)
+    dims.tensor("ids", ids, ("num_rows",), _INDEX_DTYPES)
+    width = out.element_size()
+    return _C.GatherRows(
+        dims["num_rows"], dims["num_table_rows"], dims["hidden"] * width, out_strides[0] * width,
+        table_strides[0] * width,
+        ids.dtype == torch.int64,
+    ).run  # fmt: skip

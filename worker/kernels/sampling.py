@@ -1,0 +1,188 @@
+"""Sampling and log-probabilities over rows of logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from worker.kernels._checks import DTYPE_CODES, Dims, PlanCache
+from worker.kernels._native import load_native
+
+_C = load_native()
+_ACTIVATIONS = tuple(DTYPE_CODES)
+_INT32 = (torch.int32,)
+_INT64 = (torch.int64,)
+_FLOAT32 = (torch.float32,)
+_SEEDS = (torch.int64, torch.uint64)
+
+_sample_plans = PlanCache()
+_logprob_plans = PlanCache()
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """Per-row parameters of `sample`; a field that is None holds for all rows with the value in brackets.
+
+    Lists of ids per row are pairs of int32 tensors: offsets [num_rows + 1] and the ids of all rows end to end.
+    """
+
+    temperature: torch.Tensor | None = None  # float32 [0: greedy]; below 1e-5 is greedy
+    top_k: torch.Tensor | None = None  # int32 [0: off]
+    top_p: torch.Tensor | None = None  # float32 [1]
+    min_p: torch.Tensor | None = None  # float32 [0]
+    seeds: torch.Tensor | None = None  # uint64, or int64 with the same bits [0]
+    positions: torch.Tensor | None = None  # int64 [0]: the draw depends on (seed, position) alone
+    presence_penalty: torch.Tensor | None = None  # float32 [0]
+    frequency_penalty: torch.Tensor | None = None  # float32 [0]
+    repetition_penalty: torch.Tensor | None = None  # float32 [1]
+    prompt_offsets: torch.Tensor | None = None  # int32 [num_rows + 1]; read where a row has penalties
+    prompt_ids: torch.Tensor | None = None  # int32
+    output_offsets: torch.Tensor | None = None  # int32 [num_rows + 1]; read where a row has penalties
+    output_ids: torch.Tensor | None = None  # int32
+    bias_offsets: torch.Tensor | None = None  # int32 [num_rows + 1]
+    bias_ids: torch.Tensor | None = None  # int32
+    bias_values: torch.Tensor | None = None  # float32
+    masked_offsets: torch.Tensor | None = None  # int32 [num_rows + 1]
+    masked_ids: torch.Tensor | None = None  # int32: never sampled
+
+
+_BATCH_FIELDS = tuple(f.name for f in fields(SamplingBatch))
+_FIELD_TYPES = {
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+        (("num_rows",), _FLOAT32),
+    ),
+    "top_k": (("num_rows",), _INT32),
+    "seeds": (("num_rows",), _SEEDS),
+    "positions": (("num_rows",), _INT64),
+    **dict.fromkeys(
+        ("prompt_offsets", "output_offsets", "bias_offsets", "masked_offsets"), (("num_rows + 1",), _INT32)
+    ),
+    "prompt_ids": (("num_prompt_ids",), _INT32),
+    "output_ids": (("num_output_ids",), _INT32),
+    "bias_ids": (("num_bias_ids",), _INT32),
+    "bias_values": (("num_bias_ids",), _FLOAT32),
+    "masked_ids": (("num_masked_ids",), _INT32),
+}
+
+
+def sample(
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    out_ids: torch.Tensor,
+    out_status: torch.Tensor,
+    *,
+    out_logprobs: torch.Tensor | None = None,
+    out_ranks: torch.Tensor | None = None,
+    out_top_ids: torch.Tensor | None = None,
+    out_top_logprobs: torch.Tensor | None = None,
+) -> None:
+    """Sample one token per row.
+
+    Order: logit bias, repetition, frequency and presence penalties, masked ids, temperature, top-k, top-p, min-p. A
+    row's token depends on its own logits and parameters alone; greedy rows take the first of equal logits.
+
+    Shapes: logits [num_rows, vocab_size] (rows may be strided), out_ids [num_rows] int64, out_status [num_rows] int32:
+    1 where a logit is NaN or +inf or all are -inf, and the id is 0 then. Of the raw distribution, before any
+    processing, and at least -9999: out_logprobs [num_rows] float32 of the sampled token, out_ranks [num_rows] int32 (1
+    + number of larger logits), out_top_ids [num_rows, num_top] int32 and out_top_logprobs [num_rows, num_top] float32,
+    descending.
+    """
+    params = [getattr(batch, name) for name in _BATCH_FIELDS]
+    outputs = (out_ids, out_logprobs, out_ranks, out_status, out_top_ids, out_top_logprobs)
+    key = (
+        logits.shape, logits.stride(), logits.dtype,
+        *[None if t is None else (t.shape, t.dtype) for t in params],
+        *[None if t is None else (t.shape, t.dtype) for t in outputs],
+    )  # fmt: skip
+    plan = _sample_plans.get(key)
+    if plan is None:
+        plan = _sample_plans.remember(key, _sample_plan(logits, params, outputs))
+    if (
+        batch.prompt_offsets is not None
+        or batch.output_offsets is not None
+        or batch.bias_offsets is not None
+        or (batch.masked_offsets is not None)
+    ):
+        _check_id_lists(batch)
+    plan([logits.data_ptr(), *[0 if t is None else t.data_ptr() for t in (*params, *outputs)]])
+
+
+def _check_id_lists(batch: SamplingBatch) -> None:
+    for name in ("prompt", "output", "bias", "masked"):
+        offsets, ids = getattr(batch, f"{name}_offsets"), getattr(batch, f"{name}_ids")
+        if (offsets is None) != (ids is None) or (name == "bias" and (offsets is None) != (batch.bias_values is None)):
+            raise ValueError(f"sample: {name} ids need both offsets and ids{' and values' * (name == 'bias')}")
+        if offsets is not None and int(offsets[-1]) > ids.shape[0]:
+            raise ValueError(f"sample: {name}_offsets end at {int(offsets[-1])}, past {ids.shape[0]} {name}_ids")
+
+
+def _sample_plan(
+    logits: torch.Tensor, params: list[torch.Tensor | None], outputs: tuple[torch.Tensor | None, ...]
+) -> object:
+    dims = Dims("sample")
+    stride = dims.tensor("logits", logits, ("num_rows", "vocab_size"), _ACTIVATIONS, contiguous=False)[0]
+    dims.sizes["num_rows + 1"] = dims["num_rows"] + 1
+    for name, tensor in zip(_BATCH_FIELDS, params, strict=True):
+        if tensor is not None:
+            dims.tensor(name, tensor, *_FIELD_TYPES[name])
+    out_ids, out_logprobs, out_ranks, out_status, out_top_ids, out_top_logprobs = outputs
+    dims.tensor("out_ids", out_ids, ("num_rows",), _INT64)
+    _check_outputs(dims, out_logprobs, out_ranks, out_status, out_top_ids, out_top_logprobs)
+    return _C.Sample(
+        dims["num_rows"], dims["vocab_size"], stride, dims.sizes.get("num_top", 0), DTYPE_CODES[logits.dtype]
+    ).run
+
+
+def _check_outputs(
+    dims: Dims,
+    out_logprobs: torch.Tensor | None,
+    out_ranks: torch.Tensor | None,
+    out_status: torch.Tensor | None,
+    out_top_ids: torch.Tensor | None,
+    out_top_logprobs: torch.Tensor | None,
+) -> None:
+    if out_status is None:
+        raise TypeError(f"{dims.op}: out_status must be a torch.Tensor, got NoneType")
+    dims.tensor("out_status", out_status, ("num_rows",), _INT32)
+    if out_logprobs is not None:
+        dims.tensor("out_logprobs", out_logprobs, ("num_rows",), _FLOAT32)
+    if out_ranks is not None:
+        dims.tensor("out_ranks", out_ranks, ("num_rows",), _INT32)
+    if (out_top_ids is None) != (out_top_logprobs is None):
+        raise ValueError(f"{dims.op}: out_top_ids and out_top_logprobs go together")
+    if out_top_ids is not None and out_top_logprobs is not None:
+        dims.tensor("out_top_ids", out_top_ids, ("num_rows", "num_top"), _INT32)
+        dims.tensor("out_top_logprobs", out_top_logprobs, ("num_rows", "num_top"), _FLOAT32)
+
+
+def token_logprobs(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    out_logprobs: torch.Tensor,
+    out_ranks: torch.Tensor,
+    out_status: torch.Tensor,
+    out_top_ids: torch.Tensor | None = None,
+    out_top_logprobs: torch.Tensor | None = None,
+) -> None:
+    """Raw log-probabilities of given tokens, for prompts.
+
+    Shapes: logits [num_rows, vocab_size] (rows may be strided), ids [num_rows] int64, outputs as for `sample`.
+    """
+    outputs = (out_logprobs, out_ranks, out_status, out_top_ids, out_top_logprobs)
+    key = (
+        logits.shape, logits.stride(), logits.dtype, ids.shape, ids.dtype,
+        *[None if t is None else (t.shape, t.dtype) for t in outputs],
+    )  # fmt: skip
+    plan = _logprob_plans.get(key)
+    if plan is None:
+        dims = Dims("token_logprobs")
+        stride = dims.tensor("logits", logits, ("num_rows", "vocab_size"), _ACTIVATIONS, contiguous=False)[0]
+        dims.tensor("ids", ids, ("num_rows",), _INT64)
+        _check_outputs(dims, *outputs)
+        plan = _C.TokenLogprobs(
+            dims["num_rows"], dims["vocab_size"], stride, dims.sizes.get("num_top", 0), DTYPE_CODES[logits.dtype]
+        ).run
+        _logprob_plans.remember(key, plan)
+    plan(logits.data_ptr(), ids.data_ptr(), *[0 if t is None else t.data_ptr() for t in outputs])
