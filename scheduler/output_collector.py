@@ -46,6 +46,10 @@ class OutputCollector:
 
     def __init__(self) -> None:
         self._outputs: StepOutputs = {}
+        # Handle and index per row of the rows seen last: the same list comes again while nobody joins or leaves.
+        self._rows: list[Sequence] = []
+        self._columns: tuple[list[int], list[int]] = ([], [])
+        self._has_one_owner = False
 
     def __bool__(self) -> bool:
         return bool(self._outputs)
@@ -60,25 +64,30 @@ class OutputCollector:
         outputs, self._outputs = self._outputs, {}
         return outputs
 
-    def add_tokens(self, rows: list[Sequence], result: StepResult, dropped: set[int]) -> None:
-        """One sampled token per row, but for the `dropped` positions."""
+    def add_tokens(self, rows: list[Sequence], result: StepResult, dropped: set[Sequence]) -> None:
+        """One sampled token per row, but for the `dropped` ones."""
+        if rows is not self._rows:
+            self._rows = rows
+            self._columns = [s.request.handle for s in rows], [s.index for s in rows]
+            owners = {s.request.owner for s in rows}
+            self._has_one_owner = len(owners) == 1
+        handles, indexes = self._columns
         tokens = result.sampled_token_ids
-        if not dropped and rows and all(s.request.owner is rows[0].request.owner for s in rows):
-            # By far the most common step: one owner, all rows alive.
+        if self._has_one_owner and not dropped:
+            # By far the most common step: one router, all rows alive, the rows of the step before.
             output = self.of(rows[0].request.owner)
             start = len(output.handles)
-            output.handles += [s.request.handle for s in rows]
-            output.indexes += [s.index for s in rows]
+            output.handles += handles
+            output.indexes += indexes
             output.token_ids += tokens
             output.logprobs.update((start + position, entry) for position, entry in result.logprobs.items())
             return
         for position, sequence in enumerate(rows):
-            if position in dropped:
+            if sequence in dropped:
                 continue
-            request = sequence.request
-            output = self.of(request.owner)
-            output.handles.append(request.handle)
-            output.indexes.append(sequence.index)
+            output = self.of(sequence.request.owner)
+            output.handles.append(handles[position])
+            output.indexes.append(indexes[position])
             output.token_ids.append(tokens[position])
             if position in result.logprobs:
                 output.logprobs[len(output.handles) - 1] = result.logprobs[position]

@@ -136,6 +136,7 @@ class StepPlanner:
         rows = self._plan_decodes(plan)
         rows = self._plan_prompts(plan, rows, clock)
         if plan.slots:
+            self._residents.last_planned_step = plan.step
             plan.released_slots = self._residents.take_released_slots()
             plan.trace_links = self._trace_links.periodic(plan.step, plan.trace_links)
         return rows
@@ -155,11 +156,8 @@ class StepPlanner:
             rows = [s for s in rows if s.slot not in stalled]
             slots = [s.slot for s in rows]
             row_of = {s.slot: row for row, s in enumerate(rows)}
-        step = plan.step
         for sequence in rows:
             sequence.num_computed += 1
-            sequence.num_known += 1
-            sequence.last_step = step
         count = len(rows)
         plan.slots = slots.copy()
         plan.num_tokens = [1] * count
@@ -183,8 +181,8 @@ class StepPlanner:
         for sequence in needy:
             if sequence.state is not SequenceState.DECODE:
                 continue  # evicted for one before it in line
-            if sequence.num_known >= sequence.limit:
-                self._residents.stop_planning(sequence)
+            if sequence.num_computed + 1 >= sequence.limit:
+                self._residents.stop_planning(sequence, step - 1)
                 continue
             blocks = self._blocks.acquire((), 1)
             while blocks is None and sequence.state is SequenceState.DECODE:
@@ -327,7 +325,6 @@ class StepPlanner:
         return is_last
 
     def _start_decoding(self, sequence: Sequence, step: int) -> None:
-        sequence.num_known += 1
         sequence.plan_event_at = self._plan_event(sequence)
         self._residents.start_decoding(sequence)
         request = sequence.request
@@ -377,6 +374,8 @@ class StepPlanner:
     def _evict(self, victim: Sequence, step: int) -> None:
         """Take slot and blocks from a sequence; it computes its tokens again when it is back in line."""
         self._counters.preemptions += 1
+        if victim.state is SequenceState.DECODE:
+            victim.num_known = victim.num_computed + 1
         self._residents.leave(victim, SequenceState.EVICTED)
         victim.num_computed = 0
         victim.event_at = -1

@@ -32,6 +32,7 @@ class Residents:
         self._slot_owner: list[Sequence | None] = [None] * num_slots
         self._deferred: list[_Deferred] = []
         self._last_result_step = -1
+        self.last_planned_step = -1
         self._priorities: Counter[int] = Counter()
         self._count = 0
         self._joining: list[Sequence] = []
@@ -75,13 +76,16 @@ class Residents:
         self._joining.append(sequence)
         self._is_stale = True
 
-    def stop_planning(self, sequence: Sequence) -> None:
-        """Its last token is in flight: no more rows, slot and blocks stay."""
+    def stop_planning(self, sequence: Sequence, last_step: int) -> None:
+        """Its last token is in flight, drawn by `last_step` or before: no more rows, slot and blocks stay."""
+        sequence.last_step = last_step
         sequence.state = SequenceState.ENDING
         self._is_stale = True
 
     def leave(self, sequence: Sequence, state: SequenceState) -> None:
         """Take slot and blocks away. They can be used again once no step in flight refers to them."""
+        # A decoding sequence has a row in nearly every step: assume the latest, and keep no account per row.
+        last_step = self.last_planned_step if sequence.state is SequenceState.DECODE else sequence.last_step
         if sequence.state is SequenceState.PREFILL:
             self.prefills.remove(sequence)
         else:
@@ -97,7 +101,7 @@ class Residents:
         sequence.row = -1
         sequence.num_sent_blocks = 0
         sequence.num_registered = 0
-        self.give_back(block_ids, sequence.last_step, slot)
+        self.give_back(block_ids, last_step, slot)
 
     def give_back(self, block_ids: list[int], last_step: int, slot: int = -1) -> None:
         """Release blocks and slot, after the result of `last_step` if that is still to come."""

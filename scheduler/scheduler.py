@@ -222,14 +222,14 @@ class Scheduler:
                 self._fail(sequence.request, NumericalError(failure.message or "the model produced NaN logits"))
         for chunk in result.prompt_logprobs:
             self._take_prompt_logprobs(chunk)
-        dropped: set[int] = set()
+        dropped: set[Sequence] = set()
         num_first = 0
-        for position, (sequence, token) in enumerate(zip(rows, result.sampled_token_ids, strict=True)):
+        for sequence, token in zip(rows, result.sampled_token_ids, strict=True):
             token_ids = sequence.token_ids
             if len(token_ids) < sequence.event_at and token not in sequence.ending_ids:
                 token_ids.append(token)
             elif sequence.state is _FINISHED:
-                dropped.add(position)
+                dropped.add(sequence)
             else:
                 num_first += sequence.num_output_tokens == 0
                 token_ids.append(token)

@@ -240,7 +240,8 @@ class Sequence:
     """One output of a request.
 
     `token_ids` are known tokens. `num_known` counts them plus sampled ones still in flight; `num_computed` counts those
-    whose computation is planned. Both run ahead of the results by the steps in flight.
+    whose computation is planned. Both run ahead of the results by the steps in flight. While the state is DECODE,
+    `num_known` is not kept up: it is `num_computed` + 1.
     """
 
     __slots__ = (
@@ -283,7 +284,7 @@ class Sequence:
         self.num_registered = 0  # leading blocks that were offered to the prefix cache
         self.slot = -1
         self.row = -1  # position among the decode rows
-        self.last_step = -1  # last step that refers to its blocks and slot
+        self.last_step = -1  # last step that computes prompt tokens of it, or its last token of all
         self.limit = 0  # most tokens, prompt included; set when the request is accepted
         self.event_at = 0  # number of known tokens at which the next one needs a closer look
         self.plan_event_at = 0  # number of computed tokens at which planning needs a closer look
