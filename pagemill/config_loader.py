@@ -101,7 +101,6 @@ def load_settings(
     config_file: str | None,
     environment: Mapping[str, str],
     options: Mapping[str, Any],
-    flags: Mapping[str, str] | None = None,
 ) -> LoadedSettings:
     """Settings of one service.
 
@@ -110,7 +109,6 @@ def load_settings(
         config_file: YAML file; None takes $PAGEMILL_CONFIG_FILE, empty or unset is no file.
         environment: usually os.environ.
         options: values of the command line by setting name; names that the service lacks are ignored.
-        flags: how an option is written where it is not `--` and its setting's name.
 
     Raises:
         ConfigError: an unknown name, a value of the wrong kind or out of range, an unreadable file; one line.
@@ -120,7 +118,7 @@ def load_settings(
     values = _from_file(Path(path), service) if path else {}
     values |= _from_environment(environment, service)
     values |= {
-        name: _Value(raw, f"command line {(flags or {}).get(name, option_name(name))}")
+        name: _Value(raw, f"command line {option_name(name)}")
         for name, raw in options.items()
         if name in model.model_fields
     }

@@ -80,7 +80,11 @@ def check_torch() -> Finding:
 def check_kernels() -> Finding:
     try:
         kernels = importlib.import_module("worker.kernels")
-        return Finding("ok", "kernels", str(kernels.describe()))
+        best, used = kernels.best_cpu_isa(), kernels.cpu_isa()
+        capped = (
+            f", capped by PAGEMILL_CPU_ISA={os.environ['PAGEMILL_CPU_ISA']}" if "PAGEMILL_CPU_ISA" in os.environ else ""
+        )
+        return Finding("ok", "kernels", f"built; instruction set {used} of up to {best}{capped}")
     except (PagemillError, ImportError) as err:
         return Finding("missing", "kernels", str(err))
 

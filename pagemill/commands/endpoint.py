@@ -1,4 +1,4 @@
-"""How `pagemill chat` and `pagemill complete` reach a server: by gRPC or by the OpenAI HTTP API, with the same options."""
+"""How `pagemill chat` and `pagemill complete` reach a server: by gRPC or by the OpenAI HTTP API."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import click
 
 from pagemill.errors import ConfigError, PagemillError, UnavailableError, from_grpc
+from pagemill.outputs import RequestOutput
 from pagemill.sampling_params import SamplingParams
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -37,15 +38,21 @@ class GrpcEndpoint:
     def __init__(self, address: str, model: str, api_key: str) -> None:
         from pagemill.client import Client
 
+        self._address = address
         self._client = Client(address, model=model, api_key=api_key, timeout_s=DEFAULT_TIMEOUT_S)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
-        for delta in self._client.chat_stream(messages, params):
-            yield "".join(output.text for output in delta.outputs)
+        return self._texts(self._client.chat_stream(messages, params))
 
     def complete(self, prompt: str, params: SamplingParams) -> Iterator[str]:
-        for delta in self._client.generate_stream(prompt, params):
-            yield "".join(output.text for output in delta.outputs)
+        return self._texts(self._client.generate_stream(prompt, params))
+
+    def _texts(self, deltas: Iterator[RequestOutput]) -> Iterator[str]:
+        try:
+            for delta in deltas:
+                yield "".join(output.text for output in delta.outputs)
+        except UnavailableError as err:
+            raise UnavailableError(f"the server at {self._address} cannot be reached: {err.message}") from err
 
 
 class HttpEndpoint:

@@ -13,10 +13,11 @@ from pagemill.commands.settings_options import (
     GroupedCommand,
     OptionSpec,
     build_options,
-    given,
+    model_argument,
     service_specs,
+    with_model_argument,
 )
-from pagemill.config_loader import SERVICES, SHARED_NAMES, LoadedSettings, load_settings, option_name
+from pagemill.config_loader import SERVICES, SHARED_NAMES, LoadedSettings, load_settings
 
 _HELP = """Serve MODEL on this machine.
 
@@ -29,8 +30,8 @@ first SIGTERM or Ctrl-C drains and exits 0, the second ends everything at once. 
 
 # Settings of a service that the supervisor decides.
 _DECIDED_HERE = frozenset({"scheduler"})
-# Options whose name would say too little beside those of the other services.
-_PREFIXED = frozenset({("scheduler", "host"), ("scheduler", "port")})
+# Options whose name says too little beside those of the other services have a second, clearer one.
+_ALIASES = {("scheduler", "host"): "--scheduler-host", ("scheduler", "port"): "--scheduler-port"}
 
 
 def serve_specs() -> list[OptionSpec]:
@@ -42,9 +43,8 @@ def serve_specs() -> list[OptionSpec]:
             if spec.setting in seen or spec.setting in _DECIDED_HERE:
                 continue
             owner = "common" if spec.setting in SHARED_NAMES else service
-            prefixed = (service, spec.setting) in _PREFIXED
-            parameter = f"{service}_{spec.setting}" if prefixed else spec.setting
-            specs.append(OptionSpec(parameter, owner, spec.setting, spec.field))
+            alias = _ALIASES.get((service, spec.setting), "")
+            specs.append(OptionSpec(spec.setting, owner, spec.setting, spec.field, alias))
             if owner == "common":
                 seen.add(spec.setting)
     return specs
@@ -63,7 +63,6 @@ def load_all(
             config_file=config_file,
             environment=environment,
             options={spec.setting: parameters[spec.parameter] for spec in own},
-            flags={spec.setting: option_name(spec.parameter) for spec in own},
         )
     return loaded
 
@@ -74,19 +73,14 @@ def command(name: str) -> click.Command:
         name,
         specs=specs,
         callback=_serve,
-        params=[click.Argument(["model_argument"], required=False, metavar="[MODEL]"), *build_options(specs)],
+        params=[model_argument(), *build_options(specs)],
         help=_HELP,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
 
 
-def _serve(model_argument: str | None, config_file: str | None, **parameters: Any) -> None:
-    options = given(parameters)
-    if model_argument is not None:
-        if options.get("model", model_argument) != model_argument:
-            raise click.UsageError(f"two models: {model_argument!r} and --model {options['model']!r}")
-        options["model"] = model_argument
-    loaded = load_all(config_file, options, os.environ)
+def _serve(config_file: str | None, **parameters: Any) -> None:
+    loaded = load_all(config_file, with_model_argument(parameters), os.environ)
     raise click.exceptions.Exit(_run(loaded))
 
 

@@ -23,6 +23,7 @@ from pagemill.config_loader import (
 )
 
 _CONFIG_FILE_PARAMETER = "config_file"
+_MODEL_PARAMETER = "model_argument"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,14 @@ class OptionSpec:
         parameter: name of the value in the parsed command line.
         service: whose setting it is; "common" where several services take it.
         setting: name of the setting.
+        alias: a second way to write the option, empty where there is none.
     """
 
     parameter: str
     service: str
     setting: str
     field: FieldInfo
+    alias: str = ""
 
 
 class GroupedCommand(click.Command):
@@ -89,7 +92,7 @@ def _option(spec: OptionSpec) -> click.Option:
     if plain_type(spec.field) is bool:
         return click.Option([f"{flag}/--no-{flag[2:]}", spec.parameter], default=None, help=help_text)
     return click.Option(
-        [flag, spec.parameter],
+        [flag, *([spec.alias] if spec.alias else []), spec.parameter],
         type=str,
         multiple=is_list(spec.field),
         default=None,
@@ -124,6 +127,22 @@ def given(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in parameters.items() if value is not None and value != ()}
 
 
+def model_argument() -> click.Argument:
+    """MODEL, the short way to write --model."""
+    return click.Argument([_MODEL_PARAMETER], required=False, metavar="[MODEL]")
+
+
+def with_model_argument(parameters: dict[str, Any]) -> dict[str, Any]:
+    """What was written on the command line, with MODEL under the name of its setting."""
+    model = parameters.pop(_MODEL_PARAMETER, None)
+    options = given(parameters)
+    if model is not None:
+        if options.get("model", model) != model:
+            raise click.UsageError(f"two models: {model!r} and --model {options['model']!r}")
+        options["model"] = model
+    return options
+
+
 def load(service: str, config_file: str | None, options: Mapping[str, Any]) -> LoadedSettings:
     """Settings of one service from this process's environment."""
     return load_settings(service, config_file=config_file, environment=os.environ, options=options)
@@ -135,13 +154,14 @@ def service_command(service: str, help_text: str, run: Callable[[LoadedSettings]
 
     def callback(**parameters: Any) -> None:
         config_file = parameters.pop(_CONFIG_FILE_PARAMETER)
-        raise click.exceptions.Exit(run(load(service, config_file, given(parameters))))
+        raise click.exceptions.Exit(run(load(service, config_file, with_model_argument(parameters))))
 
+    arguments = [model_argument()] if any(spec.setting == "model" for spec in specs) else []
     return GroupedCommand(
         service,
         specs=specs,
         callback=callback,
-        params=build_options(specs),
+        params=[*arguments, *build_options(specs)],
         help=help_text,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
