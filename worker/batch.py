@@ -26,7 +26,9 @@ class StepBatch:
         token_ids: int32 [T].
         positions: int32 [T].
         slot_mapping: int64 [T], block * block_size + offset where each token's KV goes.
-        seq_slots: int32 [B] as a tensor.
+        prompt_lens: int32 [B], prompt tokens of each row's sequence.
+        block_table: int32 [S, max_blocks] of all slots.
+        seq_slots: int32 [B], slots as a tensor.
         query_start: int32 [B + 1], first token of each row; the last entry is T.
         context_lens: int32 [B], tokens of each row's sequence up to and including this step's.
         max_count: the largest of counts.
@@ -36,9 +38,11 @@ class StepBatch:
     slots: IntArray
     starts: IntArray
     counts: IntArray
+    prompt_lens: IntArray
     token_ids: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
+    block_table: torch.Tensor
     seq_slots: torch.Tensor
     query_start: torch.Tensor
     context_lens: torch.Tensor
@@ -63,6 +67,7 @@ class BatchBuilder:
         self._slot_mapping_t = torch.from_numpy(self._slot_mapping)
         self._slots_t = torch.from_numpy(self._slots)
         self._query_start_t = torch.from_numpy(self._query_start)
+        self._block_table_t = torch.from_numpy(table.block_table)
         self._context_lens_t = torch.from_numpy(self._context_lens)
 
     def build(self, plan: StepPlan, slots: IntArray) -> StepBatch:
@@ -111,9 +116,11 @@ class BatchBuilder:
             slots=slots,
             starts=starts,
             counts=counts,
+            prompt_lens=table.num_prompt[slots],
             token_ids=self._token_ids_t[:total],
             positions=self._positions_t[:total],
             slot_mapping=self._slot_mapping_t[:total],
+            block_table=self._block_table_t,
             seq_slots=self._slots_t[:rows],
             query_start=self._query_start_t[: rows + 1],
             context_lens=self._context_lens_t[:rows],

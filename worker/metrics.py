@@ -18,7 +18,10 @@ class WorkerMetrics:
         self._steps = Counter("pagemill:worker_steps", "Steps executed", registry=self.registry)
         self._tokens = Counter("pagemill:worker_tokens", "Tokens computed", registry=self.registry)
         self._step_seconds = Histogram(
-            "pagemill:worker_step_seconds", "Forward pass and sampling of a step", buckets=_STEP_BUCKETS, registry=self.registry
+            "pagemill:worker_step_seconds",
+            "Forward pass and sampling of a step",
+            buckets=_STEP_BUCKETS,
+            registry=self.registry,
         )
         self._gap_seconds = Histogram(
             "pagemill:step_gap_seconds",
@@ -29,7 +32,9 @@ class WorkerMetrics:
         self._nan_failures = Counter(
             "pagemill:worker_nan_failures", "Sequences ended by NaN or infinite logits", registry=self.registry
         )
-        self._attaches = Counter("pagemill:worker_attaches", "Streams to a scheduler that were accepted", registry=self.registry)
+        self._attaches = Counter(
+            "pagemill:worker_attaches", "Streams to a scheduler that were accepted", registry=self.registry
+        )
         blocks = Gauge("pagemill:kv_blocks_total", "KV blocks in the pool", registry=self.registry)
         blocks.set(capacity.num_blocks)
 

@@ -19,7 +19,7 @@ from worker.kv_cache import allocate_cache, choose_num_blocks
 from worker.layers.context import LayerContext
 from worker.loader import WeightReader, model_fingerprint, open_source
 from worker.models import resolve
-from worker.sampler import Sampler, token_logprobs
+from worker.sampler import Sampler, prompt_logprobs
 from worker.slots import IntArray, SlotTable
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class ModelRunner:
         self._sampler = Sampler(self._table, self._model.vocab_size)
         self._prompt_logprob_slots = np.full(settings.max_num_seqs, -1, dtype=np.int32)
         self._failed = np.zeros(settings.max_num_seqs, dtype=np.bool_)
+        self._gathered = torch.empty((_MAX_LOGIT_ROWS, self._model.hidden_size), dtype=self.dtype)
         self._logits = torch.empty((_MAX_LOGIT_ROWS, self._model.vocab_size), dtype=torch.float32)
         self._epoch: int | None = None
         self._next_step = 0
@@ -180,10 +181,14 @@ class ModelRunner:
             raise DesyncError(f"{len(sources)} copy sources, {len(destinations)} destinations")
         self._table.check_blocks(sources)
         self._table.check_blocks(destinations)
-        kernels.copy_blocks([*self._cache.keys, *self._cache.values], sources, destinations)
+        kernels.copy_blocks(self._cache.keys, self._cache.values, plan.copy_sources, plan.copy_destinations)
 
     def _sample(
-        self, batch: StepBatch, rows: np.ndarray[tuple[int], np.dtype[np.int64]], hidden: torch.Tensor, result: StepResult
+        self,
+        batch: StepBatch,
+        rows: np.ndarray[tuple[int], np.dtype[np.int64]],
+        hidden: torch.Tensor,
+        result: StepResult,
     ) -> None:
         """Logits of the last position of `rows`, and a token for each."""
         last_tokens = batch.query_start.numpy()[1:][rows] - 1
@@ -207,8 +212,10 @@ class ModelRunner:
         """float32 logits [len(tokens), vocab_size] of chosen tokens of the step; valid until the next call."""
         rows = len(tokens)
         logits = self._logits[:rows]
-        if rows != num_tokens or len(tokens) == 0:
-            hidden = kernels.gather_rows(hidden, tokens)
+        if rows != num_tokens:
+            gathered = self._gathered[:rows]
+            kernels.gather_rows(gathered, hidden, torch.from_numpy(tokens))
+            hidden = gathered
         self._model.compute_logits(hidden, logits)
         return logits
 
@@ -228,11 +235,11 @@ class ModelRunner:
                 tokens = np.arange(first_token + position - start, first_token + end - start, dtype=np.int32)
                 logits = self._compute_logits(hidden, tokens, batch.num_tokens)
                 targets = table.token_ids[slot, position + 1 : end + 1].astype(np.int64)
-                outcome = kernels.token_logprobs(logits, targets, num_top=num_top)
-                if outcome.status.any():
+                chunk = prompt_logprobs(logits, targets, num_top)
+                if chunk is None:
                     self._failed[slot] = True
                     result.failures.append(SlotFailure(slot, "the model produced NaN or infinite logits"))
                     break
-                columns.extend(token_logprobs(outcome, 0, end - position, num_top))
+                columns.extend(chunk)
             else:
                 result.prompt_logprobs.append(PromptChunkLogprobs(slot, start + 1, columns))

@@ -35,6 +35,56 @@ _NO_VALUES: npt.NDArray[np.float32] = np.zeros(0, dtype=np.float32)
 
 
 @dataclass(slots=True)
+class LogprobArrays:
+    """What the native kernels write about R rows: status always, the rest where log-probabilities are asked for."""
+
+    status: torch.Tensor  # int32 [R]; not 0 where the logits are NaN or infinite
+    logprobs: torch.Tensor | None = None  # float32 [R]
+    ranks: torch.Tensor | None = None  # int32 [R]
+    top_ids: torch.Tensor | None = None  # int32 [R, num_top]
+    top_logprobs: torch.Tensor | None = None  # float32 [R, num_top]
+
+    @staticmethod
+    def allocate(rows: int, num_logprobs: int) -> LogprobArrays:
+        """For num_logprobs alternatives per row; 0 is the chosen token alone, -1 nothing."""
+        arrays = LogprobArrays(torch.empty(rows, dtype=torch.int32))
+        if num_logprobs >= 0:
+            arrays.logprobs = torch.empty(rows, dtype=torch.float32)
+            arrays.ranks = torch.empty(rows, dtype=torch.int32)
+        if num_logprobs > 0:
+            arrays.top_ids = torch.empty((rows, num_logprobs), dtype=torch.int32)
+            arrays.top_logprobs = torch.empty((rows, num_logprobs), dtype=torch.float32)
+        return arrays
+
+    def run(self, first: int, stop: int, num_top: int) -> TokenLogprobs:
+        """Rows first..stop - 1 as a run with num_top alternatives each."""
+        assert self.logprobs is not None
+        assert self.ranks is not None
+        run = TokenLogprobs(self.logprobs[first:stop].tolist(), self.ranks[first:stop].tolist(), num_top)
+        if num_top and self.top_ids is not None and self.top_logprobs is not None:
+            run.top_ids = self.top_ids[first:stop, :num_top].flatten().tolist()
+            run.top_logprobs = self.top_logprobs[first:stop, :num_top].flatten().tolist()
+        return run
+
+
+def prompt_logprobs(logits: torch.Tensor, token_ids: npt.NDArray[np.int64], num_top: int) -> TokenLogprobs | None:
+    """Log-probabilities of given tokens, one per row of logits; None where a row is NaN or infinite."""
+    arrays = LogprobArrays.allocate(len(token_ids), num_top)
+    assert arrays.logprobs is not None
+    assert arrays.ranks is not None
+    kernels.token_logprobs(
+        logits,
+        torch.from_numpy(token_ids),
+        arrays.logprobs,
+        arrays.ranks,
+        arrays.status,
+        arrays.top_ids,
+        arrays.top_logprobs,
+    )
+    return None if arrays.status.any() else arrays.run(0, len(token_ids), num_top)
+
+
+@dataclass(slots=True)
 class Draws:
     """What one call drew, per row.
 
@@ -111,27 +161,41 @@ class Sampler:
         masked = known - table.num_prompt[slots] < self._min_tokens[slots]
         num_logprobs = self._num_logprobs[slots]
         most_logprobs = int(num_logprobs.max())
-        outcome = kernels.sample(
-            logits,
-            temperature=self._temperature[slots],
-            top_k=self._top_k[slots],
-            top_p=self._top_p[slots],
-            min_p=self._min_p[slots],
-            seeds=self._seed[slots],
-            positions=known.astype(np.int64),
-            **(self._penalties(slots, penalized) if penalized.any() else {}),
-            **(self._biases(slots, biased) if biased.any() else {}),
-            **(self._masks(slots, masked) if masked.any() else {}),
-            with_logprobs=most_logprobs >= 0,
-            num_top=max(0, most_logprobs),
+        lists: dict[str, torch.Tensor] = {}
+        if penalized.any():
+            lists |= self._penalties(slots, penalized)
+        if biased.any():
+            lists |= self._biases(slots, biased)
+        if masked.any():
+            lists |= self._masks(slots, masked)
+        batch = kernels.SamplingBatch(
+            temperature=torch.from_numpy(self._temperature[slots]),
+            top_k=torch.from_numpy(self._top_k[slots]),
+            top_p=torch.from_numpy(self._top_p[slots]),
+            min_p=torch.from_numpy(self._min_p[slots]),
+            seeds=torch.from_numpy(self._seed[slots]),
+            positions=torch.from_numpy(known.astype(np.int64)),
+            **lists,
         )
-        draws = Draws(outcome.ids, outcome.status != 0)
+        columns = LogprobArrays.allocate(len(slots), most_logprobs)
+        token_ids = torch.empty(len(slots), dtype=torch.int64)
+        kernels.sample(
+            logits,
+            batch,
+            token_ids,
+            columns.status,
+            out_logprobs=columns.logprobs,
+            out_ranks=columns.ranks,
+            out_top_ids=columns.top_ids,
+            out_top_logprobs=columns.top_logprobs,
+        )
+        draws = Draws(token_ids.numpy(), columns.status.numpy() != 0)
         if most_logprobs >= 0:
             for row in np.flatnonzero((num_logprobs >= 0) & ~draws.failed).tolist():
-                draws.logprobs[row] = token_logprobs(outcome, row, row + 1, int(num_logprobs[row]))
+                draws.logprobs[row] = columns.run(row, row + 1, int(num_logprobs[row]))
         return draws
 
-    def _penalties(self, slots: IntArray, penalized: _BoolArray) -> dict[str, object]:
+    def _penalties(self, slots: IntArray, penalized: _BoolArray) -> dict[str, torch.Tensor]:
         table = self._table
         prompts, outputs = [_NO_IDS] * len(slots), [_NO_IDS] * len(slots)
         for row in np.flatnonzero(penalized).tolist():
@@ -141,23 +205,27 @@ class Sampler:
             outputs[row] = table.token_ids[slot, prompt_len : table.num_known[slot]]
         prompt, output = Csr.join(prompts), Csr.join(outputs)
         return {
-            "presence_penalty": self._presence[slots],
-            "frequency_penalty": self._frequency[slots],
-            "repetition_penalty": self._repetition[slots],
-            "prompt_offsets": prompt.offsets,
-            "prompt_ids": prompt.values,
-            "output_offsets": output.offsets,
-            "output_ids": output.values,
+            "presence_penalty": torch.from_numpy(self._presence[slots]),
+            "frequency_penalty": torch.from_numpy(self._frequency[slots]),
+            "repetition_penalty": torch.from_numpy(self._repetition[slots]),
+            "prompt_offsets": torch.from_numpy(prompt.offsets),
+            "prompt_ids": torch.from_numpy(prompt.values),
+            "output_offsets": torch.from_numpy(output.offsets),
+            "output_ids": torch.from_numpy(output.values),
         }
 
-    def _biases(self, slots: IntArray, biased: _BoolArray) -> dict[str, object]:
+    def _biases(self, slots: IntArray, biased: _BoolArray) -> dict[str, torch.Tensor]:
         none = (_NO_IDS, _NO_VALUES)
         rows = [self._bias[int(slot)] if flag else none for slot, flag in zip(slots, biased, strict=True)]
         ids = Csr.join([row[0] for row in rows])
         values = np.concatenate([row[1] for row in rows])
-        return {"bias_offsets": ids.offsets, "bias_ids": ids.values, "bias_values": values}
+        return {
+            "bias_offsets": torch.from_numpy(ids.offsets),
+            "bias_ids": torch.from_numpy(ids.values),
+            "bias_values": torch.from_numpy(values),
+        }
 
-    def _masks(self, slots: IntArray, masked: _BoolArray) -> dict[str, object]:
+    def _masks(self, slots: IntArray, masked: _BoolArray) -> dict[str, torch.Tensor]:
         rows = [self._masked_ids[int(slot)] if flag else _NO_IDS for slot, flag in zip(slots, masked, strict=True)]
         ids = Csr.join(rows)
-        return {"masked_offsets": ids.offsets, "masked_ids": ids.values}
+        return {"masked_offsets": torch.from_numpy(ids.offsets), "masked_ids": torch.from_numpy(ids.values)}

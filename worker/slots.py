@@ -114,7 +114,7 @@ class SlotTable:
         """
         if not listed:
             return
-        if not (0 <= slots.min() and slots.max() < self.num_slots) or not self.active[slots].all():
+        if not (slots.min() >= 0 and slots.max() < self.num_slots) or not self.active[slots].all():
             raise DesyncError(f"a row names a slot without a sequence; slots {sorted(set(listed))[:8]}, ...")
         if len(set(listed)) != len(listed):
             raise DesyncError("a slot has two rows in one step")

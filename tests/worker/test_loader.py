@@ -154,7 +154,9 @@ def test_directory_without_weights_is_refused(tmp_path: Path) -> None:
 
 
 def test_unused_tensors_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_file({**TENSORS, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}, tmp_path / "model.safetensors")
+    save_file(
+        {**TENSORS, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}, tmp_path / "model.safetensors"
+    )
     reader = reader_of(tmp_path)
     reader.take("model.norm.weight", (3,))
     reader.take("lm_head.weight", (4, 3))

@@ -41,9 +41,7 @@ def test_md08_frequencies_match_transformers(name: str) -> None:
 
     scaling = {"rope_type": name, "rope_theta": 50000.0, **SCALINGS[name]}
     reference = LlamaRotaryEmbedding(
-        LlamaConfig(
-            hidden_size=64, num_attention_heads=2, max_position_embeddings=256, rope_parameters=dict(scaling)
-        )
+        LlamaConfig(hidden_size=64, num_attention_heads=2, max_position_embeddings=256, rope_parameters=dict(scaling))
     )
     ours, scale = inverse_frequencies(parse_rope({"rope_parameters": scaling}, 32, 256))
     torch.testing.assert_close(ours, reference.inv_freq, rtol=1e-6, atol=0)
@@ -58,7 +56,7 @@ def test_md08_dynamic_rows_match_transformers_for_a_prompt_and_for_each_token_af
     config = LlamaConfig(
         hidden_size=64, num_attention_heads=2, max_position_embeddings=16, rope_parameters=dict(scaling)
     )
-    ours = DynamicRope(parse_rope({"rope_parameters": scaling}, 32, 16))
+    ours = DynamicRope(parse_rope({"rope_parameters": scaling}, 32, 16), 64)
     for prompt_len in (8, 40):
         reference = LlamaRotaryEmbedding(config)
         expected = []

@@ -68,7 +68,11 @@ def test_result_survives_the_wire() -> None:
     assert list(message.logprobs[0].columns.chosen) == [-0.5]
     assert (message.prompt_logprobs[0].slot, message.prompt_logprobs[0].first_position) == (3, 1)
     assert list(message.prompt_logprobs[0].columns.ranks) == [4, 5]
-    assert (message.failures[0].slot, message.failures[0].error.code, message.failures[0].error.message) == (7, 13, "NaN")
+    assert (message.failures[0].slot, message.failures[0].error.code, message.failures[0].error.message) == (
+        7,
+        13,
+        "NaN",
+    )
     assert (message.forward_ns, message.sample_ns, message.gap_ns) == (5, 6, 7)
 
 

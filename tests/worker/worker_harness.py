@@ -20,6 +20,7 @@ TINY: dict[str, Any] = {
     "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
+    "head_dim": 64,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,

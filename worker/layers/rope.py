@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from worker.batch import StepBatch
 from worker.rope_config import RopeConfig
-
-FloatArray = npt.NDArray[np.float32]
+from worker.slots import IntArray
 
 
 def _frequencies(theta: float, rotary_dim: int) -> torch.Tensor:
@@ -65,28 +66,52 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[torch.Tensor, float]:
     return (plain / rope.factor if rope.rope_type == "linear" else plain), 1.0
 
 
-def cos_sin_table(rope: RopeConfig, num_positions: int) -> torch.Tensor:
-    """cos then sin of every position, float32 [num_positions, rotary_dim]."""
+def cos_sin_table(rope: RopeConfig, num_positions: int, divisors: torch.Tensor | None = None) -> torch.Tensor:
+    """cos then sin of every position, float32 [num_positions, rotary_dim]; `divisors` divide the frequencies."""
     inverse, scale = inverse_frequencies(rope)
+    if divisors is not None:
+        inverse = inverse / divisors
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse)
     return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1).contiguous()
+
+
+class Rope(Protocol):
+    """Where a step's tokens find their cosines and sines."""
+
+    def select(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row of each token, int32 [T], and the table with these rows, float32 [rows, rotary_dim]."""
+
+
+class TableRope:
+    """One table for all sequences: a token's row is its position."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self._table = table
+
+    def select(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch.positions, self._table
 
 
 class DynamicRope:
     """Table rows per token for `dynamic` scaling, whose base depends on the length of the sequence.
 
     A prompt longer than max_position_embeddings is rotated with the base of its own length, and each later token with
-    the base of the length at which it came; shorter ones are not scaled. The length of the prompt, not the chunk, decides,
-    so chunking, batching and resumption change nothing. Keys of such prompts depend on the prompt's length, hence blocks
-    of one must not be shared with a prompt of another length.
+    the base of the length at which it came; shorter ones are not scaled. The length of the prompt, not the chunk,
+    decides, so chunking, batching and resumption change nothing. Keys of such prompts depend on the prompt's length,
+    hence blocks of one must not be shared with a prompt of another length.
     """
 
-    def __init__(self, rope: RopeConfig) -> None:
+    def __init__(self, rope: RopeConfig, max_tokens: int) -> None:
         self._rope = rope
         self._dim_exponent = rope.rotary_dim / (rope.rotary_dim - 2) if rope.rotary_dim > 2 else 1.0
         self._exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
+        self._order = torch.arange(max_tokens, dtype=torch.int32)
 
-    def rows(self, positions: npt.NDArray[np.int32], num_prompt_tokens: npt.NDArray[np.int32]) -> FloatArray:
+    def select(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        prompt_lens = np.repeat(batch.prompt_lens, batch.counts)
+        return self._order[: batch.num_tokens], torch.from_numpy(self.rows(batch.positions.numpy(), prompt_lens))
+
+    def rows(self, positions: IntArray, num_prompt_tokens: IntArray) -> npt.NDArray[np.float32]:
         """cos then sin per token, float32 [T, rotary_dim], from position and prompt length of each token, int32 [T]."""
         limit = self._rope.max_position_embeddings
         lengths = np.where(positions < num_prompt_tokens, num_prompt_tokens, positions + 1)
@@ -96,3 +121,10 @@ class DynamicRope:
         inverse = (1.0 / bases[:, None] ** self._exponents[None, :]).astype(np.float32)
         angles = positions[:, None].astype(np.float32) * inverse
         return np.concatenate((np.cos(angles), np.sin(angles)), axis=1, dtype=np.float32)
+
+
+def make_rope(rope: RopeConfig, num_positions: int, max_tokens: int, divisors: torch.Tensor | None) -> Rope:
+    """The rotary tables of a model for sequences of up to num_positions and steps of up to max_tokens."""
+    if rope.rope_type == "dynamic":
+        return DynamicRope(rope, max_tokens)
+    return TableRope(cos_sin_table(rope, num_positions, divisors))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagemill.errors import ModelLoadError
+from worker.kernels._checks import HEAD_SIZES
 from worker.rope_config import RopeConfig, parse_rope
 
 # What transformers takes where config.json says nothing.
@@ -91,6 +92,9 @@ def parse_decoder_config(config: Mapping[str, Any], architecture: str) -> Decode
     if num_heads % num_kv_heads:
         raise ModelLoadError(f"config.json: {num_heads} heads do not divide into {num_kv_heads} key-value heads")
     head_size = _count(config, "head_dim", hidden_size // num_heads)
+    if head_size not in HEAD_SIZES:
+        supported = ", ".join(map(str, HEAD_SIZES))
+        raise ModelLoadError(f"config.json: head size {head_size} is not supported; supported: {supported}")
     max_positions = _count(config, "max_position_embeddings", _DEFAULT_MAX_POSITIONS.get(architecture))
     num_layers = _count(config, "num_hidden_layers")
     attention_bias = bool(config.get("attention_bias", False))

@@ -27,6 +27,8 @@ class CausalLM(Protocol):
 
     kv_spec: KVSpec
     vocab_size: int
+    hidden_size: int
+    weight_bytes: int  # after loading
     max_positions: int  # longest sequence in tokens
     kv_depends_on_prompt_length: bool  # KV of equal tokens differs between prompts of different lengths
     optional_weights: frozenset[str]  # names that random weights leave out
