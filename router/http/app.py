@@ -10,12 +10,14 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from pagemill import __version__
+from pagemill.api_keys import ApiKeys
 from pagemill.config import RouterSettings
 from pagemill.errors import PagemillError
 from router.http.chat_completions import ChatRoute
 from router.http.completions import CompletionRoute, GenerateRoute
 from router.http.errors import ClientDisconnected, on_disconnect, on_http_exception, on_pagemill_error
-from router.http.health import HealthRoutes, OperatorRoutes, pagemill_version
+from router.http.health import HealthRoutes, OperatorRoutes
 from router.http.logprobs import TokenSpelling
 from router.http.middleware import ApiKeyMiddleware, RequestScopeMiddleware
 from router.http.models import ModelRoutes, TokenizerRoutes
@@ -44,15 +46,14 @@ def create_app(
         spelling: bytes of the model's tokens, for log-probabilities.
     """
     # The pages for browsers load scripts from elsewhere, so there is only the description itself.
-    app = FastAPI(title="Pagemill", version=pagemill_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="Pagemill", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     serving = Serving(pipeline, settings, spelling)
     _add_api_routes(app, serving)
     _add_operator_routes(app, pipeline, registry)
     app.add_exception_handler(PagemillError, on_pagemill_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(ClientDisconnected, on_disconnect)
-    if settings.api_key:
-        app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key)
+    app.add_middleware(ApiKeyMiddleware, keys=ApiKeys(settings.api_key))
     app.add_middleware(RequestScopeMiddleware, registry=registry)  # added last: the outermost
     return app
 

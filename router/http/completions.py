@@ -140,10 +140,8 @@ class CompletionRoute:
         call = Call.of(request, "cmpl-")
         generations = [self._generation(call, body, prompt) for prompt in self._prompts(body)]
         async with CancelOnDisconnect(request.receive):
-            prompts = await self._echoed(body, generations)
             prepared = await prepare_all(serving.pipeline, generations)
-            for prompt, each in zip(prompts, prepared, strict=True):
-                prompt.token_ids = each.prompt_token_ids
+            prompts = await self._echoed(body, prepared)
             choices = CompletionChoices(serving, body, prompts)
             if not body.stream:
                 outputs = await complete_all(serving.pipeline, prepared)
@@ -177,18 +175,16 @@ class CompletionRoute:
             generation.prompt_token_ids = prompt
         return generation
 
-    async def _echoed(self, body: CompletionRequest, generations: Sequence[GenerationRequest]) -> list[EchoedPrompt]:
-        prompts = []
-        for generation in generations:
-            text = generation.prompt_text or ""
-            if body.echo and generation.prompt_token_ids is not None:
-                text = await self._serving.pipeline.detokenize(
-                    generation.prompt_token_ids,
-                    model=generation.model,
-                    skip_special_tokens=body.skip_special_tokens is not False,
-                )
-            prompts.append(EchoedPrompt(text, ()))
-        return prompts
+    async def _echoed(self, body: CompletionRequest, prepared: Sequence[PreparedRequest]) -> list[EchoedPrompt]:
+        return [EchoedPrompt(await self._prompt_text(body, each), each.prompt_token_ids) for each in prepared]
+
+    async def _prompt_text(self, body: CompletionRequest, prepared: PreparedRequest) -> str:
+        request = prepared.request
+        if request.prompt_text is not None or not body.echo:
+            return request.prompt_text or ""
+        return await self._serving.pipeline.detokenize(
+            prepared.prompt_token_ids, skip_special_tokens=body.skip_special_tokens is not False
+        )
 
     def _answer(
         self,

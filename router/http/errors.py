@@ -41,8 +41,6 @@ def error_response(error: PagemillError) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.http_status == 413:
-        headers["connection"] = "close"  # otherwise the rest of the body would have to be read and thrown away
     return json_response(error_object(error), error.http_status, headers)
 
 

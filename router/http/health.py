@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -10,16 +9,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pagemill import __version__
 from router.http.errors import json_response
 from router.pipeline import Pipeline
-
-
-def pagemill_version() -> str:
-    """Version of the installed distribution, "unknown" in a bare checkout."""
-    try:
-        return version("pagemill")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 class HealthRoutes:
@@ -57,4 +49,4 @@ class OperatorRoutes:
 
     async def version(self, request: Request) -> Response:
         """The version of the server."""
-        return json_response({"version": pagemill_version()})
+        return json_response({"version": __version__})

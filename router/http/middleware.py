@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import time
@@ -11,6 +10,7 @@ import uuid
 from prometheus_client import CollectorRegistry, Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagemill.api_keys import ApiKeys
 from pagemill.errors import UnauthenticatedError
 from router.http.errors import error_response, unexpected_error
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 _QUIET_PATHS = OPEN_PATHS | {"/metrics"}
-_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestScopeMiddleware:
@@ -70,26 +70,28 @@ class RequestScopeMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Refuses everything but health without the key, whether a route exists or not."""
+    """Refuses everything but health without a key, whether a route exists or not, and notes whose key it was."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
-        self._expected = b"Bearer " + api_key.encode()
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI call."""
-        guarded = scope["type"] in ("http", "websocket") and scope["path"] not in OPEN_PATHS
-        if guarded and not self._has_key(scope):
-            error = UnauthenticatedError("missing or wrong API key: send it as 'Authorization: Bearer KEY'")
-            await error_response(error)(scope, receive, send)
-            return
+        if scope["type"] in ("http", "websocket") and scope["path"] not in OPEN_PATHS:
+            try:
+                scope.setdefault("state", {})["tenant"] = self._keys.tenant(_header(scope, b"authorization"))
+            except UnauthenticatedError as error:
+                await error_response(error)(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._expected)
+
+def _header(scope: Scope, wanted: bytes) -> str:
+    """The first header of that name, "" where there is none."""
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), "")
 
 
 def _request_id(scope: Scope) -> str:
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    return given.decode("ascii") if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    given = _header(scope, b"x-request-id")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

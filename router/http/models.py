@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagemill.errors import ModelNotFoundError
+from pagemill.errors import InvalidRequestError, ModelNotFoundError
 from pagemill.sampling_params import SamplingParams
 from router.generation import GenerationRequest, ModelCard
 from router.http.errors import json_response
@@ -65,9 +65,12 @@ class TokenizerRoutes:
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
         body = parse(DetokenizeRequest, await self._read(request), {})
-        text = await self._serving.pipeline.detokenize(
-            body.tokens, model=body.model or "", skip_special_tokens=body.skip_special_tokens
-        )
+        try:
+            text = await self._serving.pipeline.detokenize(
+                body.tokens, model=body.model or "", skip_special_tokens=body.skip_special_tokens
+            )
+        except InvalidRequestError as error:
+            raise InvalidRequestError(error.message, field="tokens") from error
         return json_response({"prompt": text})
 
     async def _read(self, request: Request) -> dict[str, Any]:

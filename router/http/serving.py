@@ -41,6 +41,7 @@ class Call:
     created: int
     request_id: str
     traceparent: str
+    tenant: str
 
     @classmethod
     def of(cls, request: Request, prefix: str) -> Call:
@@ -50,6 +51,7 @@ class Call:
             created=int(time.time()),
             request_id=request.state.request_id,
             traceparent=request.headers.get("traceparent", ""),
+            tenant=request.state.tenant,
         )
 
     def envelope(self, kind: str, model: str) -> dict[str, Any]:
@@ -66,6 +68,7 @@ class Call:
             priority=body.priority,
             cache_salt=body.cache_salt or "",
             traceparent=self.traceparent,
+            tenant=self.tenant,
         )
 
 

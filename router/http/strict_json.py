@@ -25,6 +25,8 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
         raise _too_large(max_bytes)
     parts: list[bytes] = []
     size = 0
+    # What is not read here is thrown away by the server as it arrives: closing the connection instead would reset it
+    # under a client that still sends, which then never sees the refusal.
     async for part in request.stream():
         size += len(part)
         if size > max_bytes:
