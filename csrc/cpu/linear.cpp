@@ -17,11 +17,11 @@ namespace {
 
 constexpr int64_t kHugePageBytes = int64_t{2} << 20;
 // A chunk streams about this much weight: enough to amortise the claim and the ramp of the prefetchers.
-constexpr int64_t kChunkBytes = 96 << 10;
+constexpr int64_t kChunkBytes = 192 << 10;
 // Chunks per thread below which a late thread would cost more than smaller chunks do.
 constexpr int64_t kMinChunksPerThread = 4;
-// Rows of a chunk: their packed form stays in the second-level cache while the blocks pass.
-constexpr int64_t kMaxChunkRows = 512;
+// The rows of a chunk stay in the second-level cache while its blocks pass.
+constexpr int64_t kChunkRowBytes = 768 << 10;
 // Products below this many weight elements x rows take less time than waking a thread.
 constexpr int64_t kMinParallelWork = 1 << 15;
 
@@ -100,7 +100,10 @@ struct Partition {
 
 Partition partition(int64_t num_blocks, int64_t block_bytes, int64_t num_rows) {
   Partition result;
-  result.rows_per_chunk = std::min(kMaxChunkRows, round_up(num_rows, kPanelRows));
+  const int64_t row_bytes = block_bytes / kBlockColumns;
+  const int64_t cached_rows =
+      std::clamp(kChunkRowBytes / row_bytes / kPanelRows * kPanelRows, 2 * kPanelRows, kMaxChunkRows);
+  result.rows_per_chunk = std::min(cached_rows, round_up(num_rows, kPanelRows));
   result.num_row_chunks = divide_up(num_rows, result.rows_per_chunk);
   const int64_t wanted_chunks = divide_up(kMinChunksPerThread * num_threads(), result.num_row_chunks);
   const int64_t by_bytes = std::max<int64_t>(1, kChunkBytes / block_bytes);

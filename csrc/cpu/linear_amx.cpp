@@ -34,26 +34,40 @@ void configure(int64_t num_rows) {
     config.rows[i] = rows[i];
     config.bytes_per_row[i] = 64;
   }
+  // GCC's intrinsic tells the compiler about the first eight bytes only: without this, stores to the rest may go.
+  asm volatile("" : : "r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
 
-template <bool kPrefetch>
-PAGEMILL_INLINE void prefetch_step(const std::byte* weights) {
-  constexpr int64_t kDistance = 2 * kStepBytes;
-  if constexpr (kPrefetch) {
+// Up to 32 rows times one block of columns.
+struct Panel {
+  const std::byte* x;
+  const std::byte* weights;
+  int64_t num_rows, steps;
+  const std::byte* prefetch;  // where the next weights to be needed begin
+  float* sums;                // [num_rows][32], padded to 16 or 32 rows
+};
+
+// The weights that come next are fetched while these are multiplied: kLines cache lines a step.
+template <int kLines>
+PAGEMILL_INLINE void prefetch_lines(const std::byte* weights) {
 #pragma GCC unroll 32
-    for (int64_t line = 0; line < kStepBytes; line += 64) _mm_prefetch(weights + kDistance + line, _MM_HINT_T0);
-  }
+  for (int line = 0; line < kLines; ++line) _mm_prefetch(weights + line * 64, kLines == 32 ? _MM_HINT_T0 : _MM_HINT_T1);
 }
 
-template <bool kPrefetch>
-void panel_of_two(const std::byte* x, int64_t num_rows, const std::byte* weights, int64_t steps, float* sums) {
+template <int kLines>
+void panel_of_two(const Panel& panel) {
+  constexpr int64_t kRowBytes = kBlockColumns * 4;
+  float* const lower = panel.sums + kTileRows * kBlockColumns;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t step = 0; step < steps; ++step) {
-    prefetch_step<kPrefetch>(weights);
+  const std::byte* x = panel.x;
+  const std::byte* weights = panel.weights;
+  const std::byte* prefetch = panel.prefetch;
+  for (int64_t step = 0; step < panel.steps; ++step) {
+    prefetch_lines<kLines>(prefetch);
     _tile_loadd(4, x, 64);
     _tile_loadd(6, weights, kPairRowBytes);
     _tile_loadd(7, weights + 64, kPairRowBytes);
@@ -62,61 +76,100 @@ void panel_of_two(const std::byte* x, int64_t num_rows, const std::byte* weights
     _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
-    x += num_rows * 64;
+    x += panel.num_rows * 64;
     weights += kStepBytes;
+    prefetch += kLines * 64;
   }
-  _tile_stored(0, sums, kBlockColumns * 4);
-  _tile_stored(1, sums + 16, kBlockColumns * 4);
-  _tile_stored(2, sums + kTileRows * kBlockColumns, kBlockColumns * 4);
-  _tile_stored(3, sums + kTileRows * kBlockColumns + 16, kBlockColumns * 4);
+  _tile_stored(0, panel.sums, kRowBytes);
+  _tile_stored(1, panel.sums + 16, kRowBytes);
+  _tile_stored(2, lower, kRowBytes);
+  _tile_stored(3, lower + 16, kRowBytes);
 }
 
-template <bool kPrefetch>
-void panel_of_one(const std::byte* x, int64_t num_rows, const std::byte* weights, int64_t steps, float* sums) {
+template <int kLines>
+void panel_of_one(const Panel& panel) {
+  constexpr int64_t kRowBytes = kBlockColumns * 4;
   _tile_zero(0);
   _tile_zero(1);
-  for (int64_t step = 0; step < steps; ++step) {
-    prefetch_step<kPrefetch>(weights);
+  const std::byte* x = panel.x;
+  const std::byte* weights = panel.weights;
+  const std::byte* prefetch = panel.prefetch;
+  for (int64_t step = 0; step < panel.steps; ++step) {
+    prefetch_lines<kLines>(prefetch);
     _tile_loadd(4, x, 64);
     _tile_loadd(6, weights, kPairRowBytes);
     _tile_loadd(7, weights + 64, kPairRowBytes);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
-    x += num_rows * 64;
+    x += panel.num_rows * 64;
     weights += kStepBytes;
+    prefetch += kLines * 64;
   }
-  _tile_stored(0, sums, kBlockColumns * 4);
-  _tile_stored(1, sums + 16, kBlockColumns * 4);
+  _tile_stored(0, panel.sums, kRowBytes);
+  _tile_stored(1, panel.sums + 16, kRowBytes);
 }
 
-// Weights come from memory for the first panel of rows and from the cache for the others.
-template <bool kPrefetch>
-void compute_panel(const LinearTask& task, int64_t block, int64_t row, int64_t num_rows) {
+template <int kLines>
+PAGEMILL_INLINE void multiply(const Panel& panel) {
+  if (panel.num_rows > kTileRows) {
+    panel_of_two<kLines>(panel);
+  } else {
+    panel_of_one<kLines>(panel);
+  }
+}
+
+// Lines a step that bring one block of weights within the time of num_panels panels.
+int prefetch_lines_per_step(int64_t num_panels) {
+  int lines = 32;
+  while (lines > 2 && lines / 2 * num_panels >= 32) lines /= 2;
+  return lines;
+}
+
+void multiply_with_prefetch(const Panel& panel, int lines) {
+  switch (lines) {
+    case 32:
+      return multiply<32>(panel);
+    case 16:
+      return multiply<16>(panel);
+    case 8:
+      return multiply<8>(panel);
+    case 4:
+      return multiply<4>(panel);
+    case 2:
+      return multiply<2>(panel);
+    default:
+      return multiply<0>(panel);
+  }
+}
+
+// One block of columns for all rows of the chunk.
+void compute_block(const LinearTask& task, int64_t block, int64_t first_row, int64_t last_row, bool is_last) {
   alignas(64) float sums[kPanelRows * kBlockColumns];
   const int64_t steps = num_steps(task.in_features);
-  const std::byte* x = static_cast<const std::byte*>(task.x) + row * steps * 64;
-  const std::byte* weights = task.blocks + block * task.block_bytes;
-  if (num_rows > kTileRows) {
-    panel_of_two<kPrefetch>(x, num_rows, weights, steps, sums);
-  } else {
-    panel_of_one<kPrefetch>(x, num_rows, weights, steps, sums);
+  const int64_t num_panels = (last_row - first_row + kPanelRows - 1) / kPanelRows;
+  const int lines = prefetch_lines_per_step(num_panels);
+  int64_t configured_rows = 0;
+  Panel panel;
+  panel.weights = task.blocks + block * task.block_bytes;
+  panel.steps = steps;
+  panel.sums = sums;
+  for (int64_t index = 0; index < num_panels; ++index) {
+    const int64_t row = first_row + index * kPanelRows;
+    panel.num_rows = last_row - row < kPanelRows ? last_row - row : kPanelRows;
+    if (panel.num_rows != configured_rows) configure(panel.num_rows);
+    configured_rows = panel.num_rows;
+    panel.x = static_cast<const std::byte*>(task.x) + row * steps * 64;
+    // With one panel the weights stream past: fetch a little ahead. With several, the panels share the fetching of the
+    // next block; another thread may own what follows the last.
+    panel.prefetch = panel.weights + (num_panels == 1 ? 2 * kStepBytes : task.block_bytes + index * steps * lines * 64);
+    multiply_with_prefetch(panel, num_panels > 1 && is_last ? 0 : lines);
+    finish(task, sums, block, row, panel.num_rows);
   }
-  finish(task, sums, block, row, num_rows);
 }
 
 void compute(const LinearTask& task, int64_t first_block, int64_t last_block, int64_t first_row, int64_t last_row) {
-  int64_t configured_rows = 0;
   for (int64_t block = first_block; block < last_block; ++block) {
-    for (int64_t row = first_row; row < last_row; row += kPanelRows) {
-      const int64_t num_rows = last_row - row < kPanelRows ? last_row - row : kPanelRows;
-      if (num_rows != configured_rows) configure(num_rows);
-      configured_rows = num_rows;
-      if (row == first_row) {
-        compute_panel<true>(task, block, row, num_rows);
-      } else {
-        compute_panel<false>(task, block, row, num_rows);
-      }
-    }
+    compute_block(task, block, first_row, last_row, block + 1 == last_block);
   }
   _tile_release();
 }

@@ -11,6 +11,8 @@ namespace pagemill {
 constexpr int64_t kBlockColumns = 32;
 // Rows of x that a kernel takes together at most. Chunks begin at multiples of it.
 constexpr int64_t kPanelRows = 32;
+// Most rows of a chunk.
+constexpr int64_t kMaxChunkRows = 512;
 
 enum class BlockLayout {
   kColumns,  // [depth][32]
