@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "router"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "router" / "http"))
 
 from http_server import HttpServer, serve_http
@@ -50,7 +51,7 @@ def test_o01_to_o13_a_whole_output(client: Client, router: HttpServer) -> None:
     assert output.prompt == PROMPT
     assert output.prompt_token_ids == ids
     assert output.finished
-    assert output.num_cached_tokens == 0
+    assert output.num_cached_tokens == 16
     assert output.prompt_logprobs is not None
     assert len(output.prompt_logprobs) == len(ids)
     assert output.prompt_logprobs[0] is None
@@ -117,10 +118,10 @@ def test_tokenizer_and_models(client: Client, router: HttpServer) -> None:
 
 def test_leaving_a_stream_aborts_the_request(client: Client, router: HttpServer) -> None:
     router.wait_idle()
-    aborted = router.scheduler.aborted
+    aborted = router.scheduler.num_aborted
     with closing(client.generate_stream(PROMPT, SamplingParams(max_tokens=400))) as stream:  # type: ignore[type-var]
         next(stream)
-    router.wait_for(lambda: router.scheduler.aborted == aborted + 1)
+    router.wait_for(lambda: router.scheduler.num_aborted == aborted + 1)
     router.wait_idle()
 
 
@@ -175,7 +176,7 @@ async def test_the_asyncio_client_serves_many_at_once(router: HttpServer) -> Non
 
 async def test_cancelling_an_asyncio_stream_aborts_the_request(router: HttpServer) -> None:
     await asyncio.to_thread(router.wait_idle)
-    aborted = router.scheduler.aborted
+    aborted = router.scheduler.num_aborted
     params = SamplingParams(max_tokens=400)
     async with AsyncClient(f"127.0.0.1:{router.grpc_port}", timeout_s=30) as client:
         async with aclosing(client.generate_stream(PROMPT, params)) as stream:  # type: ignore[type-var]
@@ -186,7 +187,7 @@ async def test_cancelling_an_asyncio_stream_aborts_the_request(router: HttpServe
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.to_thread(router.wait_for, lambda: router.scheduler.aborted == aborted + 2)
+        await asyncio.to_thread(router.wait_for, lambda: router.scheduler.num_aborted == aborted + 2)
 
 
 def test_the_api_key_is_sent() -> None:

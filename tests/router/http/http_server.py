@@ -89,7 +89,7 @@ class HttpServer:
 
     def wait_idle(self) -> None:
         """Polls until neither router nor scheduler has a request."""
-        self.wait_for(lambda: not self.scheduler.running and self.parts.pipeline.num_inflight == 0)
+        self.wait_for(lambda: self.scheduler.num_live_rows == 0 and self.parts.pipeline.num_inflight == 0)
 
     def routes(self) -> list[tuple[str, set[str]]]:
         """Every registered path with its methods."""

@@ -110,25 +110,25 @@ def test_an_error_in_a_stream_is_one_event_without_done(server: HttpServer, path
 
 def test_ab01_hang_up_without_stream_aborts(server: HttpServer) -> None:
     server.wait_idle()
-    aborted = server.scheduler.aborted
+    aborted = server.scheduler.num_aborted
     with pytest.raises(httpx.ReadTimeout):
         server.http.post("/v1/completions", json=LONG | {"ignore_eos": True}, timeout=httpx.Timeout(10, read=0.2))
-    server.wait_for(lambda: server.scheduler.aborted == aborted + 1)
+    server.wait_for(lambda: server.scheduler.num_aborted == aborted + 1)
     server.wait_idle()
-    steps = server.scheduler.steps_with_tokens
+    steps = server.scheduler.num_steps
     assert server.http.get("/health/live").status_code == 200
-    assert server.scheduler.steps_with_tokens == steps
+    assert server.scheduler.num_steps == steps
 
 
 @pytest.mark.parametrize("prompt", ["count on", ["count on", "count off"]])
 def test_ab02_hang_up_in_a_stream_aborts_all_its_prompts(server: HttpServer, prompt: str | list[str]) -> None:
     server.wait_idle()
-    aborted = server.scheduler.aborted
+    aborted = server.scheduler.num_aborted
     body = LONG | {"prompt": prompt, "stream": True, "ignore_eos": True}
     with server.http.stream("POST", "/v1/completions", json=body) as answer:
         next(answer.iter_lines())
     wanted = aborted + (1 if isinstance(prompt, str) else 2)
-    server.wait_for(lambda: server.scheduler.aborted == wanted)
+    server.wait_for(lambda: server.scheduler.num_aborted == wanted)
     server.wait_idle()
 
 
