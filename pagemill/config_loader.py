@@ -37,7 +37,7 @@ OTHER_VARIABLES: dict[str, str] = {
     CONFIG_FILE_ENV: "YAML file, as --config-file",
     "PAGEMILL_API_KEY": "key that `pagemill chat` and `pagemill complete` send",
     "PAGEMILL_DEMO_MODEL": "path of the demo model's .gguf file",
-    "PAGEMILL_CPU_ISA": "instruction set of the CPU kernels: avx512, avx2 or portable; unset takes the best",
+    "PAGEMILL_CPU_ISA": "instruction set of the CPU kernels: portable, avx2, avx512, avx512bf16 or amx; unset: the best",
     "PAGEMILL_SPIN_US": "microseconds for which idle kernel threads spin before they sleep",
     "PAGEMILL_TRACE_KERNELS": "1 logs each kernel launch",
     "PAGEMILL_PARENT_PID": "set by `pagemill serve` for its processes",
@@ -189,7 +189,7 @@ def _from_file(path: Path, service: str) -> dict[str, _Value]:
     if not isinstance(document, dict):
         raise ConfigError(f"config file {str(path)!r} must hold sections, each a map of settings")
     values: dict[str, _Value] = {}
-    for section in ("common", service, *document):
+    for section in dict.fromkeys(("common", service, *document)):  # the service's own values come over common ones
         if section not in document:
             continue
         known = SHARED_NAMES if section == "common" else _names_of(section, path)

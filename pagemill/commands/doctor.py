@@ -85,7 +85,7 @@ def check_kernels() -> Finding:
             f", capped by PAGEMILL_CPU_ISA={os.environ['PAGEMILL_CPU_ISA']}" if "PAGEMILL_CPU_ISA" in os.environ else ""
         )
         return Finding("ok", "kernels", f"built; instruction set {used} of up to {best}{capped}")
-    except (PagemillError, ImportError) as err:
+    except (PagemillError, ImportError, ValueError) as err:
         return Finding("missing", "kernels", str(err))
 
 
