@@ -65,8 +65,10 @@ class RequestScopeMiddleware:
     def _record(self, scope: Scope, status: int, request_id: str, duration_ns: int) -> None:
         route = getattr(scope.get("route"), "path", "unmatched")
         self._requests.labels(route, str(status)).inc()
+        # The raw path is still percent-encoded, so that it can not forge lines of the log.
+        path = scope.get("raw_path", b"").decode("latin-1")
         level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
-        logger.log(level, "%s %s %d %.1f ms %s", scope["method"], scope["path"], status, duration_ns / 1e6, request_id)
+        logger.log(level, "%s %s %d %.1f ms %s", scope["method"], path, status, duration_ns / 1e6, request_id)
 
 
 class ApiKeyMiddleware:

@@ -228,6 +228,31 @@ def test_readiness_names_what_is_missing() -> None:
         assert "retry-after" in refused.headers
 
 
+def test_a_draining_router_is_not_ready_and_takes_nothing_new() -> None:
+    with serve_http() as leaving:
+        leaving.parts.pipeline.begin_drain()
+        answer = leaving.http.get("/health/ready")
+        assert (answer.status_code, answer.json()["status"]) == (503, "draining")
+        assert leaving.http.get("/health/live").status_code == 200
+        refused = leaving.http.post("/v1/completions", json={"prompt": "a"})
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+
+
+def test_a_bug_shows_its_place_in_the_log_and_nothing_else(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(server.parts.pipeline, "models", broken)
+    answer = server.http.get("/v1/models", headers={"x-request-id": "find-me"})
+    assert answer.status_code == 500
+    assert "find-me" in str(error_of(answer)["message"])
+    assert "secret" not in answer.text
+    assert "secret detail" in caplog.text
+
+
 def test_readiness_when_all_is_there(server: HttpServer) -> None:
     answer = server.http.get("/health/ready")
     assert (answer.status_code, answer.json()["status"], answer.json()["missing"]) == (200, "ready", [])
