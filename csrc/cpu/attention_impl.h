@@ -86,9 +86,10 @@ struct AttentionTile {
     }
   }
 
-  void load_block(int32_t first_key, int32_t end) {
+  // Behind the window pages may have been given back, so keys before `begin` are not read.
+  void load_block(int32_t first_key, int32_t begin, int32_t end) {
     for (int i = 0; i < kBlockKeys; ++i) {
-      if (first_key + i >= end) {
+      if (first_key + i >= end || first_key + i < begin) {
         for (int d = 0; d < kHeadSize; d += W) {
           store(s.keys[i] + d, zero());
           store(s.values[i] + d, zero());
@@ -202,7 +203,7 @@ struct AttentionTile {
     const int32_t all_begin = p.window >= 0 ? seq.first_position + token(task.num_rows - 1) - p.window + 1 : 0;
     for (int32_t key = first; key < end; key += kBlockKeys) {
       if (key + kBlockKeys <= range.begin) continue;
-      load_block(key, end);
+      load_block(key, range.begin, end);
       score_block();
       if (p.soft_cap != 0.0f) cap_block();
       if (p.alibi_slopes != nullptr) bias_block(key);

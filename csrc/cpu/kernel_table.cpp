@@ -22,6 +22,9 @@ int fail(const char* format, ...) {
 
 const KernelTable& kernel_table() {
   [[maybe_unused]] const CpuIsa isa = cpu_isa();
+#if defined(PAGEMILL_HAVE_AMX)
+  if (isa >= CpuIsa::kAmx) return kernel_table_amx();
+#endif
 #if defined(PAGEMILL_HAVE_AVX512)
   if (isa >= CpuIsa::kAvx512) return kernel_table_avx512();
 #endif
