@@ -16,6 +16,7 @@ import grpc.aio
 import uvicorn
 from starlette.types import ASGIApp
 
+from pagemill.api_keys import ApiKeys
 from pagemill.config import RouterSettings
 from pagemill.errors import ConfigError, PagemillError, UnavailableError
 from pagemill.model_source import load_config, resolve_model
@@ -174,13 +175,13 @@ async def _serve(settings: RouterSettings, shutdown: ShutdownSignal) -> int:
         grpc_server = aio_server()
         health = Health()
         inference_pb2_grpc.add_InferenceServicer_to_server(  # type: ignore[no-untyped-call]
-            InferenceServicer(parts.pipeline, settings.api_key), grpc_server
+            InferenceServicer(parts.pipeline, ApiKeys(settings.api_key)), grpc_server
         )
         health.add_to(grpc_server, [SERVICE_NAME])
         grpc_port = bind(grpc_server, settings.grpc_host, settings.grpc_port)
         metrics_port = start_metrics_server(settings, parts.metrics.registry)
         parts.start()
-        app = create_app(parts.pipeline, settings, parts.metrics.registry, parts.pipeline)
+        app = create_app(parts.pipeline, settings, parts.metrics.registry, files.tokenizer)
         http_server = _HttpServer(app)
         await grpc_server.start()
         http_task = asyncio.create_task(http_server.serve([http_socket]), name="http")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import hmac
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 
 import grpc.aio
 
-from pagemill.errors import PagemillError, UnauthenticatedError
+from pagemill.api_keys import ApiKeys
+from pagemill.errors import PagemillError
 from pagemill.rpc import abort_with
 from pagemill.v1 import inference_pb2, inference_pb2_grpc
 from router.generation import GenerationRequest
@@ -29,12 +29,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     Args:
         pipeline: owned by the caller.
-        api_key: what clients must send as `authorization: Bearer KEY`; empty takes any.
+        api_keys: what clients must send as `authorization: Bearer KEY`, and the tenants behind the keys.
     """
 
-    def __init__(self, pipeline: Pipeline, api_key: str = "") -> None:
+    def __init__(self, pipeline: Pipeline, api_keys: ApiKeys) -> None:
         self._pipeline = pipeline
-        self._api_key = api_key
+        self._api_keys = api_keys
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -83,6 +83,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         request = read()
         metadata = _metadata(context)
         request.traceparent = metadata.get("traceparent", "")
+        request.tenant = self._tenant(context)
         remaining_s = context.time_remaining()
         request.timeout_s = remaining_s if remaining_s and remaining_s > 0 else None
         prepared = await self._pipeline.prepare(request)
@@ -100,7 +101,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _edge(self, context: grpc.aio.ServicerContext) -> AsyncGenerator[None]:
         """Checks the key, and translates what is raised inside to a status; anything unexpected shows no details."""
         try:
-            self._check_key(context)
+            self._tenant(context)
             yield
         except PagemillError as error:
             await abort_with(context, error)
@@ -110,12 +111,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             _log.exception("a request failed by a bug")
             await abort_with(context, PagemillError("internal error"))
 
-    def _check_key(self, context: grpc.aio.ServicerContext) -> None:
-        if not self._api_key:
-            return
-        given = _metadata(context).get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._api_key.encode()):
-            raise UnauthenticatedError("missing or wrong API key")
+    def _tenant(self, context: grpc.aio.ServicerContext) -> str:
+        return self._api_keys.tenant(_metadata(context).get("authorization", ""))
 
 
 def _metadata(context: grpc.aio.ServicerContext) -> dict[str, str]:

@@ -27,13 +27,14 @@ def read_hf(path: Path) -> TokenizerParts:
     config = _read_json(directory / "tokenizer_config.json")
     special_map = _read_json(directory / "special_tokens_map.json")
     named = {**_named_tokens(special_map), **_named_tokens(config)}
-    backend, named = _read_backend(directory, path, named)
+    backend, named = _read_backend(directory, path, config, named)
     _add_missing_tokens(backend, config, [*named.values(), *_extra_special_tokens(special_map, config)])
-    _apply_bos_eos_switches(backend, config, named)
     return TokenizerParts(backend, named, _eos_ids(directory, backend, named), _chat_templates(directory, config))
 
 
-def _read_backend(directory: Path, path: Path, named: dict[str, str]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+def _read_backend(
+    directory: Path, path: Path, config: dict[str, Any], named: dict[str, str]
+) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     json_file = path if path.is_file() and path.suffix == ".json" else directory / "tokenizer.json"
     if json_file.is_file():
         try:
@@ -43,7 +44,11 @@ def _read_backend(directory: Path, path: Path, named: dict[str, str]) -> tuple[t
     model_file = path if path.is_file() else directory / "tokenizer.model"
     if model_file.is_file():
         parts = read_sentencepiece(model_file)
-        return parts.backend, {**parts.special_tokens, **named}
+        named = {**parts.special_tokens, **named}
+        # A .model file does not say which tokens go around a text; a tokenizer.json does, and is then followed.
+        bos = named.get("bos_token") if config.get("add_bos_token", True) else None
+        set_bos_eos(parts.backend, bos, named.get("eos_token") if config.get("add_eos_token") else None)
+        return parts.backend, named
     raise ModelLoadError(
         f"no tokenizer in {directory}: neither tokenizer.json nor tokenizer.model is there", field="tokenizer"
     )
@@ -97,15 +102,6 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], s
     # A name without an id would get one beyond the model's embeddings.
     unmarked = [t for t in dict.fromkeys(special) if t not in marked and backend.token_to_id(t) is not None]
     backend.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in unmarked])
-
-
-def _apply_bos_eos_switches(backend: tokenizers.Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
-    """add_bos_token and add_eos_token of tokenizer_config.json win over the tokenizer's own post-processor."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = named.get("bos_token") if config.get("add_bos_token") else None
-    eos = named.get("eos_token") if config.get("add_eos_token") else None
-    set_bos_eos(backend, bos, eos)
 
 
 def set_bos_eos(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:

@@ -53,7 +53,10 @@ def build_backend(vocab: SentencePieceVocab) -> tokenizers.Tokenizer:
     if vocab.charsmap:
         steps.append(normalizers.Precompiled(vocab.charsmap))
     if vocab.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
+        steps += [
+            normalizers.Replace(tokenizers.Regex(r"\A +| +\z"), ""),
+            normalizers.Replace(tokenizers.Regex(" {2,}"), " "),
+        ]
     if vocab.add_dummy_prefix:
         steps.append(normalizers.Prepend(_SPACE_MARK))
     steps.append(normalizers.Replace(" ", _SPACE_MARK))
