@@ -61,6 +61,7 @@ lint: install
 	$(VENV)/bin/mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(CLANG_SOURCES)
 	$(PY) tools/check_protos.py
+	$(PY) tools/write_configuration_docs.py --check
 
 format: install
 	$(VENV)/bin/ruff format .

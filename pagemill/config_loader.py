@@ -37,7 +37,7 @@ OTHER_VARIABLES: dict[str, str] = {
     CONFIG_FILE_ENV: "YAML file, as --config-file",
     "PAGEMILL_API_KEY": "key that `pagemill chat` and `pagemill complete` send",
     "PAGEMILL_DEMO_MODEL": "path of the demo model's .gguf file",
-    "PAGEMILL_CPU_ISA": "instruction set of the CPU kernels: portable, avx2, avx512, avx512bf16 or amx; unset: the best",
+    "PAGEMILL_CPU_ISA": "best instruction set to use: portable, avx2, avx512, avx512bf16 or amx; unset: all",
     "PAGEMILL_SPIN_US": "microseconds for which idle kernel threads spin before they sleep",
     "PAGEMILL_TRACE_KERNELS": "1 logs each kernel launch",
     "PAGEMILL_PARENT_PID": "set by `pagemill serve` for its processes",

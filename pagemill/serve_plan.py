@@ -21,12 +21,16 @@ CONFIG_FILE_NAME = "pagemill.yaml"
 
 @dataclass(slots=True)
 class ServePlan:
-    """Settings of all processes; the supervisor fills in ports and addresses as they become known."""
+    """Settings of all processes; the supervisor fills in ports and addresses as they become known.
+
+    `model_name` is what clients may call the model.
+    """
 
     serve: ServeSettings
     router: RouterSettings
     scheduler: SchedulerSettings
     workers: list[WorkerSettings]
+    model_name: str
 
     def write_config(self, directory: Path) -> None:
         """One YAML file per process name, readable by this user alone (it may hold an API key)."""
@@ -52,8 +56,8 @@ def worker_name(index: int) -> str:
     return "worker" if index == 0 else f"worker-{index}"
 
 
-def make_plan(loaded: Mapping[str, LoadedSettings]) -> ServePlan:
-    """Fit the settings of the four services to each other.
+def make_plan(loaded: Mapping[str, LoadedSettings], model: str) -> ServePlan:
+    """Fit the settings of the four services to each other; `model` is the model's default name.
 
     The scheduler takes a free port of its own unless one was asked for: nobody outside needs to know it. A metrics
     port given for all becomes consecutive ones.
@@ -64,7 +68,10 @@ def make_plan(loaded: Mapping[str, LoadedSettings]) -> ServePlan:
     worker = cast(WorkerSettings, loaded["worker"].settings)
     if loaded["scheduler"].is_default("port"):
         scheduler.port = 0
-    plan = ServePlan(serve, router, scheduler, [worker.model_copy() for _ in range(serve.num_workers)])
+    workers = [worker.model_copy() for _ in range(serve.num_workers)]
+    plan = ServePlan(
+        serve, router, scheduler, workers, router.served_model_name[0] if router.served_model_name else model
+    )
     _spread_metrics_ports([router, scheduler, *plan.workers])
     return plan
 

@@ -284,7 +284,7 @@ async def _http_status(host: str, port: int, path: str) -> int:
 def _how_to_talk(plan: ServePlan, router: dict[str, Any]) -> str:
     http = f"http://{_reachable(plan.router.http_host)}:{router['http_port']}"
     grpc_address = f"{_reachable(plan.router.grpc_host)}:{router['grpc_port']}"
-    model = next(iter(router.get("models") or plan.router.served_model_name), "MODEL")
+    model = plan.model_name
     key = "YOUR_KEY" if plan.router.api_key else "none"
     header = f" -H 'Authorization: Bearer {key}'" if plan.router.api_key else ""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is gravity?"}]})

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _SHUTDOWN_DEADLINE_S = 5.0
 _EXPORT_TIMEOUT_S = 5
-_STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+# `color_message` is uvicorn's second copy of its message.
+_STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 

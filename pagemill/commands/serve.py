@@ -92,8 +92,11 @@ def _run(loaded: dict[str, LoadedSettings]) -> int:
     from pagemill.telemetry import setup_logging
 
     setup_logging("serve", loaded["serve"].settings)
-    plan = make_plan(loaded)
+    # Looked for here as well, so that a model that is not there is one line rather than one of each process.
+    sources = {
+        name: resolve_model(loaded[name].settings.model_dump()["model"], files="tokenizer")
+        for name in ("worker", "router")
+    }
+    plan = make_plan(loaded, sources["router"].name)
     check_ports_free(plan)
-    for model in {plan.router.model, plan.workers[0].model}:
-        resolve_model(model, files="tokenizer")
     return asyncio.run(Supervisor(plan, make_progress()).run())

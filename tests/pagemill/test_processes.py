@@ -166,7 +166,7 @@ def test_cores_are_those_of_affinity_and_quota(tmp_path: Path) -> None:
 
 def test_the_plan_fits_the_processes_to_each_other(tmp_path: Path) -> None:
     options = {"num_workers": "2", "metrics_port": "9100", "api_key": "hunter2", "block_size": "8"}
-    plan = make_plan(load_all(None, options, {}))
+    plan = make_plan(load_all(None, options, {}), "model")
     assert plan.scheduler.port == 0
     assert [s.metrics_port for s in (plan.router, plan.scheduler, *plan.workers)] == [9100, 9101, 9102, 9103]
     plan.write_config(tmp_path)
@@ -177,7 +177,7 @@ def test_the_plan_fits_the_processes_to_each_other(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_port_that_was_asked_for_is_kept() -> None:
-    assert make_plan(load_all(None, {"port": "50052"}, {})).scheduler.port == 50052
+    assert make_plan(load_all(None, {"port": "50052"}, {}), "model").scheduler.port == 50052
 
 
 def test_a_port_in_use_is_named_with_the_option_before_anything_starts() -> None:
@@ -188,11 +188,11 @@ def test_a_port_in_use_is_named_with_the_option_before_anything_starts() -> None
         taken.listen()
         port = str(taken.getsockname()[1])
         with pytest.raises(UnavailableError, match=f"port {port} on 127.0.0.1.*--grpc-port"):
-            check_ports_free(make_plan(load_all(None, {"http_port": "0", "grpc_port": port}, {})))
+            check_ports_free(make_plan(load_all(None, {"http_port": "0", "grpc_port": port}, {}), "model"))
 
 
 def test_processes_get_threads_by_their_work_and_settings_from_their_file_alone() -> None:
-    plan = make_plan(load_all(None, {"num_threads": "3"}, {}))
+    plan = make_plan(load_all(None, {"num_threads": "3"}, {}), "model")
     environment = {"PATH": "/bin", "PAGEMILL_ROUTER_HTTP_PORT": "1", "PAGEMILL_CPU_ISA": "avx2"}
     worker = process_environment("worker", plan, environment)
     router = process_environment("router", plan, environment)
