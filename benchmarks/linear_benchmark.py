@@ -1,6 +1,7 @@
 """Matrix products on packed weights beside torch's, and beside what the machine can do.
 
     python benchmarks/linear_benchmark.py [--threads 2] [--dtype bfloat16] [--rows 1,4,16,64,256] [--shapes 3072x576]
+    python benchmarks/linear_benchmark.py --contention
 
 For each shape enough copies of the weight are cycled through that they come from memory as in a model. Ours and torch's
 calls alternate, so that other work on the machine meets both. `peak` is the bf16 product instruction alone, measured in
@@ -10,6 +11,9 @@ the same run, times the threads; `bandwidth` is a plain read of as many bytes.
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -62,8 +66,8 @@ def measure_shape(out_features: int, in_features: int, dtype: torch.dtype, row_c
         operations = 2 * num_rows * out_features * in_features
         share = f"{operations / ours_s / peak:6.0%}" if peak else "     -"
         print(
-            f"{out_features:6}x{in_features:<5} {num_rows:5} {ours_s * 1e6:10.1f} {operations / ours_s / 1e9:9.0f} {share} "
-            f"{weight_bytes / ours_s / 1e9:7.1f} {weight_bytes / ours_s / bandwidth:9.0%} {torch_s * 1e6:10.1f} "
+            f"{out_features:6}x{in_features:<5} {num_rows:5} {ours_s * 1e6:10.1f} {operations / ours_s / 1e9:9.0f} "
+            f"{share} {weight_bytes / ours_s / 1e9:7.1f} {weight_bytes / ours_s / bandwidth:9.0%} {torch_s * 1e6:10.1f} "
             f"{torch_s / ours_s:7.1f}x",
             flush=True,
         )
@@ -93,16 +97,57 @@ def measure_gate_up(dtype: torch.dtype, row_counts: list[int]) -> None:
         )
 
 
+def measure_contention(dtype: torch.dtype) -> None:
+    """The products of one decode step of a 30-layer model, with and without a busy process on the last core."""
+    print("\none decode step of 30 layers (hidden 576), ms: median and 99th percentile")
+    shapes = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30
+    weights = [torch.randn(shape).to(dtype) for shape in shapes]
+    packed = [PackedLinear(weight) for weight in weights]
+    inputs = [torch.randn(1, in_features).to(dtype) for _, in_features in shapes]
+    outs = [torch.empty(1, out_features, dtype=dtype) for out_features, _ in shapes]
+
+    def ours() -> None:
+        for product, x, out in zip(packed, inputs, outs, strict=True):
+            product(x, out)
+
+    def of_torch() -> None:
+        for weight, x, out in zip(weights, inputs, outs, strict=True):
+            torch.mm(x, weight.T, out=out)
+
+    last_core = max(os.sched_getaffinity(0))
+    for situation in ("quiet", "competitor"):
+        busy = f"import os\nos.sched_setaffinity(0, {{{last_core}}})\nwhile True: pass"
+        competitor = subprocess.Popen([sys.executable, "-c", busy]) if situation == "competitor" else None
+        try:
+            for num_threads in range(1, len(os.sched_getaffinity(0)) + 1):
+                kernels.set_num_threads(num_threads)
+                torch.set_num_threads(num_threads)
+                for name, step in (("pagemill", ours), ("torch", of_torch)):
+                    times_s = sorted(timed(lambda _, step=step: step(), 1) for _ in range(100))
+                    print(
+                        f"{situation:10} {num_threads} threads {name:8} {times_s[50] * 1e3:8.2f} {times_s[98] * 1e3:8.2f}",
+                        flush=True,
+                    )
+        finally:
+            if competitor is not None:
+                competitor.kill()
+                competitor.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=kernels.num_threads())
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--rows", default=",".join(map(str, ROW_COUNTS)), help="rows of x, comma-separated")
     parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES), help="out x in, comma-separated")
+    parser.add_argument("--contention", action="store_true", help="only measure beside a busy process")
     arguments = parser.parse_args()
     kernels.set_num_threads(arguments.threads)
     torch.set_num_threads(arguments.threads)
     dtype = getattr(torch, arguments.dtype)
+    if arguments.contention:
+        measure_contention(dtype)
+        return
     row_counts = [int(rows) for rows in arguments.rows.split(",")]
 
     print(f"{kernels.cpu_isa()}, {arguments.threads} threads, {arguments.dtype}, torch {torch.__version__}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -154,6 +156,29 @@ def test_weight_that_is_a_transposed_view() -> None:
     assert_close(out, exact(x, weight), 40)
 
 
+def test_callers_on_several_threads_share_the_pool() -> None:
+    kernels.set_num_threads(2)
+    weight, x = torch.randn(960, 576), torch.randn(8, 40, 576)
+    packed, outs = PackedLinear(weight), torch.empty(8, 40, 960)
+    with ThreadPoolExecutor(4) as executor:
+        for _ in range(20):
+            list(executor.map(packed, x, outs))
+    for index in range(8):
+        assert_close(outs[index], exact(x[index], weight), 576)
+
+
+def test_a_forked_child_has_a_pool_of_its_own() -> None:
+    kernels.set_num_threads(2)
+    weight, x = torch.randn(960, 576), torch.randn(40, 576)
+    packed, before, after = PackedLinear(weight), torch.empty(40, 960), torch.empty(40, 960)
+    packed(x, before)
+    child = os.fork()
+    if child == 0:
+        packed(x, after)
+        os._exit(0 if kernels.num_threads() == 2 and torch.equal(before, after) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_no_rows_is_no_work() -> None:
     PackedLinear(torch.randn(8, 8))(torch.empty(0, 8), torch.empty(0, 8))
 
@@ -173,7 +198,7 @@ def test_no_rows_is_no_work() -> None:
     ids=["depth", "columns", "rows", "x dtype", "out dtype", "x step", "out step", "overlapping rows"],
 )
 def test_arguments_that_do_not_fit_are_refused(x: torch.Tensor, out: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="x must be"):
+    with pytest.raises(ValueError, match=r"x must be|rows must not overlap"):
         PackedLinear(torch.randn(6, 8))(x, out)
 
 
