@@ -15,7 +15,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 DEPENDENCIES := $(VENV)/.dependencies-installed
 NATIVE := $(VENV)/.native-built
-NATIVE_SOURCES := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
+NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 CLANG_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help install demo-model serve test lint format protos bench clean

@@ -54,7 +54,7 @@ class RouterSettings(CommonSettings):
     scheduler: list[str] = Field(default_factory=lambda: ["127.0.0.1:50052"], description="scheduler addresses")
     tokenizer: str = Field("", description="directory or tokenizer.json; empty: the model's own")
     chat_template: str = Field("", description="Jinja file or text; empty: the model's own")
-    api_key: str = Field("", description="key that clients must send; empty: any")
+    api_key: str = Field("", description="keys that clients must send: KEY or TENANT=KEY, comma-separated; empty: any")
     max_request_bytes: int = Field(16 << 20, ge=1024, description="largest request body")
     max_inflight_requests: int = Field(4096, ge=1, description="requests at once; more are refused with 429")
     request_timeout_s: float = Field(600.0, gt=0, description="longest time of one request")
