@@ -183,6 +183,7 @@ async def _serve(settings: RouterSettings, shutdown: ShutdownSignal) -> int:
         parts.start()
         app = create_app(parts.pipeline, settings, parts.metrics.registry, files.tokenizer)
         http_server = _HttpServer(app)
+        await health.set_serving(False)
         await grpc_server.start()
         http_task = asyncio.create_task(http_server.serve([http_socket]), name="http")
         health_task = asyncio.create_task(_follow_readiness(parts.pipeline, health), name="health")
@@ -223,10 +224,10 @@ async def _until(event: asyncio.Event, http_task: asyncio.Task[None]) -> None:
 
 async def _follow_readiness(pipeline: Pipeline, health: Health) -> None:
     """Keep the gRPC health service at what the pipeline says."""
-    serving = False
+    serving: bool | None = None
     while True:
         ready = bool(pipeline.status()["ready"])
-        if ready != serving:
+        if ready is not serving:
             await health.set_serving(ready)
             serving = ready
         await asyncio.sleep(READINESS_POLL_S)

@@ -43,10 +43,9 @@ def test_the_outcome_does_not_depend_on_how_text_is_cut(text: str, stops: list[s
 @given(TEXTS, STOPS)
 def test_held_back_is_less_than_the_longest_stop(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(StopStrings(stops), include_stop_str_in_output=False)
-    fed = delivered = 0
-    for char in text:
+    delivered = 0
+    for fed, char in enumerate(text, start=1):
         match = matcher.feed(char)
-        fed += 1
         delivered += len(match.text)
         if match.stop is not None:
             break

@@ -162,7 +162,8 @@ def sentencepiece_model(request: pytest.FixtureRequest, tmp_path_factory: pytest
 
 
 # Stacked marks under compiled normalization rules differ between the two libraries.
-SP_CORPUS = [t.replace("Z\u0351\u036b\u0343", "") for t in CORPUS if t and "<|" not in t and "\x00" not in t]
+STACKED_MARKS = "o\u0308\u0323 Z\u0351\u036b\u0343"
+SP_CORPUS = [t.replace(STACKED_MARKS, "") for t in CORPUS if t and "<|" not in t and "\x00" not in t]
 
 
 @pytest.mark.parametrize("text", SP_CORPUS)
