@@ -73,8 +73,10 @@ class AnswerStream:
 
     async def _next(self, updates: AsyncIterator[RequestUpdate]) -> RequestUpdate | None:
         """The next update; None where there is none, or none worth waiting for."""
+        if not self._text.finished:
+            return await anext(updates, None)
         try:
-            async with asyncio.timeout(FINAL_ACCOUNT_WAIT_S if self._text.finished else None):
+            async with asyncio.timeout(FINAL_ACCOUNT_WAIT_S):
                 return await anext(updates, None)
         except TimeoutError:
             return None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
-from pagemill.errors import OverloadedError, SlowConsumerError, UnavailableError
+from pagemill.errors import OverloadedError, PagemillError, SlowConsumerError, UnavailableError
 from pagemill.rpc import aio_channel
 from pagemill.v1 import scheduler_pb2, scheduler_pb2_grpc
 from router.metrics import SchedulerLoad
@@ -61,8 +61,8 @@ class RequestChannel:
         """Take an update; False where the buffer is full and the request must be cancelled."""
         self._weight += update.weight
         if self._weight > MAX_PENDING_WEIGHT:
-            self._pending = RequestUpdate(error=SlowConsumerError("the client read its stream too slowly"))
-            self._wakeup.set()
+            self._pending = None
+            self.fail(SlowConsumerError("the client read its stream too slowly"))
             return False
         if self._pending is None:
             self._pending = update
@@ -70,6 +70,13 @@ class RequestChannel:
             self._pending.merge(update)
         self._wakeup.set()
         return True
+
+    def fail(self, error: PagemillError) -> None:
+        """End the request with an error, behind what is pending."""
+        if self._pending is None:
+            self._pending = RequestUpdate()
+        self._pending.error = error
+        self._wakeup.set()
 
     def lose(self) -> None:
         """The session is gone; what is pending can still be read."""

@@ -211,6 +211,10 @@ class RoutedStream:
         while not self._delivered.all_finished:
             link, channel = await self._open()
             finished = False
+            # One timer for the session rather than one for each update: most requests have hundreds.
+            deadline = asyncio.get_running_loop().call_later(
+                self._remaining_s, channel.fail, DeadlineError("the request ran past its deadline")
+            )
             try:
                 async for update in self._session_updates(channel):
                     finished = update.usage is not None
@@ -231,13 +235,23 @@ class RoutedStream:
                 finished = not isinstance(error, DeadlineError)
                 raise
             finally:
+                deadline.cancel()
                 self._current = None
                 link.release(channel.handle, finished=finished)
 
+    @property
+    def _remaining_s(self) -> float:
+        return (self._request.deadline_unix_ns - time.time_ns()) / 1e9
+
     async def _open(self) -> tuple[SchedulerLink, RequestChannel]:
-        self._current = await self._pool.open(
-            self._request, self._delivered.sequences(), self._excluded, self._fingerprint
-        )
+        try:
+            self._current = await self._pool.open(
+                self._request, self._delivered.sequences(), self._excluded, self._fingerprint
+            )
+        except UnavailableError:
+            if self._remaining_s <= 0:
+                raise DeadlineError("the request ran past its deadline") from None
+            raise
         link, _ = self._current
         if link.hello is not None and not self._fingerprint:
             self._fingerprint = link.hello.model_fingerprint
@@ -245,12 +259,7 @@ class RoutedStream:
 
     async def _session_updates(self, channel: RequestChannel) -> AsyncIterator[RequestUpdate]:
         while True:
-            remaining_s = (self._request.deadline_unix_ns - time.time_ns()) / 1e9
-            try:
-                async with asyncio.timeout(remaining_s):
-                    update = await channel.get()
-            except TimeoutError:
-                raise DeadlineError("the request ran past its deadline") from None
+            update = await channel.get()
             if update.error is not None and not update.runs:
                 raise update.error
             self._drop_ended(update)
