@@ -26,13 +26,27 @@ std::unique_ptr<PackedLinear> pack(uintptr_t weight, int64_t num_rows, int64_t n
                                         isa.empty() ? cpu_isa() : parse_cpu_isa(isa));
 }
 
+// Products that take about a millisecond or more let other Python threads run. The many short ones of a decode step
+// keep the interpreter lock: to get it back can take longer than the product.
+bool is_long(const PackedLinear& linear, int64_t num_rows) {
+  constexpr int64_t kLongBytes = 32 << 20;
+  constexpr int64_t kLongMultiplications = int64_t{1} << 29;
+  return linear.num_bytes() >= kLongBytes ||
+         num_rows * linear.in_features() * linear.out_features() >= kLongMultiplications;
+}
+
 void apply(const PackedLinear& linear, uintptr_t x, int64_t num_rows, int64_t x_stride, uintptr_t out,
            int64_t out_stride, int out_dtype, int epilogue) {
   const ConstMatrixView x_view = {from_address<const void>(x), num_rows, linear.in_features(), x_stride,
                                   linear.dtype()};
   const MatrixView out_view = {from_address<void>(out), num_rows, linear.out_features(), out_stride,
                                static_cast<DType>(out_dtype)};
-  linear.apply(x_view, out_view, static_cast<LinearEpilogue>(epilogue));
+  if (is_long(linear, num_rows)) {
+    py::gil_scoped_release release;
+    linear.apply(x_view, out_view, static_cast<LinearEpilogue>(epilogue));
+  } else {
+    linear.apply(x_view, out_view, static_cast<LinearEpilogue>(epilogue));
+  }
 }
 
 }  // namespace
@@ -43,7 +57,7 @@ void bind_linear(py::module_& module) {
   using namespace pagemill;
   py::class_<PackedLinear>(module, "PackedLinear")
       .def(py::init(&pack), py::call_guard<py::gil_scoped_release>())
-      .def("apply", &apply, py::call_guard<py::gil_scoped_release>())
+      .def("apply", &apply)
       .def(
           "unpack", [](const PackedLinear& linear, uintptr_t weight) { linear.unpack(from_address<void>(weight)); },
           py::call_guard<py::gil_scoped_release>())
