@@ -107,7 +107,7 @@ PAGEMILL_INLINE VecF fma(VecF a, VecF b, VecF c) { return {_mm512_fmadd_ps(a.v, 
 PAGEMILL_INLINE VecF max(VecF a, VecF b) { return {_mm512_max_ps(a.v, b.v)}; }
 PAGEMILL_INLINE VecF min(VecF a, VecF b) { return {_mm512_min_ps(a.v, b.v)}; }
 PAGEMILL_INLINE VecF round_nearest(VecF a) { return {_mm512_roundscale_ps(a.v, 8)}; }
-// a * 2^n for whole n in [-252, 254]
+// a * 2^n for whole n in [-126, 128]
 PAGEMILL_INLINE VecF scale_by_power(VecF a, VecF n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 PAGEMILL_INLINE bool any_greater(VecF a, VecF b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ) != 0; }
 PAGEMILL_INLINE bool any_unordered(VecF a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q) != 0; }
@@ -296,11 +296,12 @@ PAGEMILL_INLINE void store_first(T* p, int64_t n, VecF a) {
   for (int64_t i = 0; i < n; ++i) p[i] = from_float<T>(buffer[i]);
 }
 
-// 2^x; relative error below 2e-7 for results that are normal numbers. 0 for x below -150, and for -inf.
+// 2^x; relative error below 2e-7. Results below 2^-126 are 0: subnormal numbers cost a hundred cycles each, and masked
+// scores would produce them in every block.
 PAGEMILL_INLINE VecF exp2(VecF x) {
-  x = max(set1(-151.0f), min(set1(128.0f), x));
-  const VecF whole = round_nearest(x);
-  const VecF f = x - whole;
+  const VecF bounded = max(set1(-126.0f), min(set1(128.0f), x));
+  const VecF whole = round_nearest(bounded);
+  const VecF f = bounded - whole;
   VecF p = set1(1.5403530e-4f);
   p = fma(p, f, set1(1.3333558e-3f));
   p = fma(p, f, set1(9.6181291e-3f));
@@ -308,17 +309,17 @@ PAGEMILL_INLINE VecF exp2(VecF x) {
   p = fma(p, f, set1(2.4022651e-1f));
   p = fma(p, f, set1(6.9314718e-1f));
   p = fma(p, f, set1(1.0f));
-  return scale_by_power(p, whole);
+  return select_less(x, set1(-126.0f), zero(), scale_by_power(p, whole));
 }
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// e^x, with the product x * log2(e) split so that large |x| keeps its precision.
+// e^x, with the product x * log2(e) split so that large |x| keeps its precision; 0 below e^-87.3.
 PAGEMILL_INLINE VecF exp(VecF x) {
-  x = max(set1(-104.0f), min(set1(88.7f), x));
-  const VecF whole = round_nearest(x * set1(kLog2E));
-  VecF r = fma(whole, set1(-0.693145751953125f), x);
+  const VecF bounded = max(set1(-87.3f), min(set1(88.7f), x));
+  const VecF whole = round_nearest(bounded * set1(kLog2E));
+  VecF r = fma(whole, set1(-0.693145751953125f), bounded);
   r = fma(whole, set1(-1.428606765330187e-6f), r);
   VecF p = set1(1.3981999507e-3f);
   p = fma(p, r, set1(8.3334519073e-3f));
@@ -327,7 +328,7 @@ PAGEMILL_INLINE VecF exp(VecF x) {
   p = fma(p, r, set1(0.5f));
   p = fma(p, r, set1(1.0f));
   p = fma(p, r, set1(1.0f));
-  return scale_by_power(p, whole);
+  return select_less(x, set1(-87.3f), zero(), scale_by_power(p, whole));
 }
 
 PAGEMILL_INLINE VecF tanh(VecF x) {
