@@ -40,7 +40,7 @@ from scheduler.sequence import (
     Usage,
 )
 from scheduler.session import MAX_BACKLOG, RouterSession
-from scheduler.wire import package_version
+from scheduler.wire import hello_to_proto, load_to_proto
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class Dispatcher:
         self._placements: dict[Key, _Placement] = {}
         self._parked: dict[Key, tuple[NewRequest, float]] = {}
         self._num_parked_tokens = 0
+        self._last_fingerprint = ""
         self._retired = CoreTotals()
         self._directory = CacheDirectory()
         self.is_draining = False
@@ -114,9 +115,15 @@ class Dispatcher:
         self._workers[worker.engine] = worker
         _log.info("worker %s attached, epoch %d", worker.hello.worker_id, worker.engine.core.epoch)
         self._announce()
+        is_other_model = self._last_fingerprint not in ("", worker.hello.model_fingerprint)
+        self._last_fingerprint = worker.hello.model_fingerprint
         parked, self._parked, self._num_parked_tokens = self._parked, {}, 0
-        for request, _ in parked.values():
-            self._place(request)
+        for key, (request, _) in parked.items():
+            if is_other_model and request.scheduled_unix_ns:
+                # What another model began, this one cannot continue.
+                self._fail(key, UnavailableError("the model changed while the request waited for a worker"))
+            else:
+                self._place(request)
 
     def stop_worker(self, worker: WorkerPort, error: PagemillError | None) -> None:
         """A worker leaves or is lost: no more steps for it. Its requests move once its engine has stopped."""
@@ -160,7 +167,9 @@ class Dispatcher:
     def add_session(self, session: RouterSession) -> None:
         self._sessions.add(session)
         session.put_hello(self.hello())
-        session.put_load(self._load_report(self._directory.all_keys(), [], is_whole=True))
+        load = load_to_proto(self.totals(), self._directory.all_keys(), [])
+        load.prefix_hashes_reset = True
+        session.put_load(load)
 
     def remove_session(self, session: RouterSession) -> None:
         """A router is gone: all its requests end."""
@@ -363,21 +372,8 @@ class Dispatcher:
 
     def hello(self) -> scheduler_pb2.SchedulerHello:
         """What this scheduler serves now."""
-        hello = scheduler_pb2.SchedulerHello(
-            scheduler_id=self._scheduler_id,
-            version=package_version(),
-            ready=self.is_ready,
-            draining=self.is_draining,
-        )
         workers = [w.hello for w in self._workers.values() if not w.is_draining]
-        if workers:
-            hello.model = workers[0].model
-            hello.model_fingerprint = workers[0].model_fingerprint
-            hello.vocab_size = workers[0].vocab_size
-            hello.block_size = workers[0].block_size
-            hello.max_model_len = min(w.max_model_len for w in workers)
-            hello.kv_capacity_tokens = min(w.num_blocks * w.block_size for w in workers)
-        return hello
+        return hello_to_proto(self._scheduler_id, workers, ready=self.is_ready, draining=self.is_draining)
 
     def _announce(self) -> None:
         for session in self._sessions:
@@ -385,22 +381,10 @@ class Dispatcher:
         self._report_load([], [])
 
     def _report_load(self, added: list[int], evicted: list[int]) -> None:
-        for session in self._sessions:
-            session.put_load(self._load_report(added, evicted, is_whole=False))
-
-    def _load_report(self, added: list[int], evicted: list[int], *, is_whole: bool) -> scheduler_pb2.LoadReport:
         totals = self.totals()
-        return scheduler_pb2.LoadReport(
-            running=totals.running,
-            waiting=totals.waiting,
-            free_blocks=totals.blocks_total - totals.blocks_used,
-            total_blocks=totals.blocks_total,
-            workers=totals.workers,
-            preemptions=totals.preemptions,
-            prefix_hashes_added=added,
-            prefix_hashes_evicted=evicted,
-            prefix_hashes_reset=is_whole,
-        )
+        for session in self._sessions:
+            # One message each: a session may join several that wait.
+            session.put_load(load_to_proto(totals, added, evicted))
 
     def end(self) -> None:
         """The process is about to end: workers finish what is queued, sessions close."""

@@ -118,9 +118,9 @@ class Engine:
     def abort_owner(self, owner: Hashable) -> None:
         self._command(lambda: self._ignore(self.core.abort_owner(owner)))
 
-    def report_cache(self, *, whole: bool = False) -> None:
+    def report_cache(self) -> None:
         """Ask for the changes of the prefix cache."""
-        self._command(lambda: self._report_cache(whole))
+        self._command(self._report_cache)
 
     def stop(self, error: PagemillError | None = None) -> None:
         """End the thread after what is queued before; `on_stopped` follows."""
@@ -225,11 +225,11 @@ class Engine:
         for request in self.core.export_requests():
             self._fail(request.owner, request.handle, error)
 
-    def _report_cache(self, whole: bool) -> None:
+    def _report_cache(self) -> None:
         added, evicted, overflowed = self.core.blocks.journal.take()
-        if whole or overflowed:
+        if overflowed:
             added, evicted = self.core.blocks.cached_short_keys(self.core.capacity.num_blocks), []
-        self._turn.cache_changes = CacheChanges(added, evicted, whole or overflowed)
+        self._turn.cache_changes = CacheChanges(added, evicted, overflowed)
 
     @staticmethod
     def _ignore(_: object) -> None:

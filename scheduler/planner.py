@@ -11,6 +11,7 @@ from pagemill.step import NewSequence, StepPlan, WorkerCapacity
 from scheduler.admission import SchedulerLimits
 from scheduler.block_manager import BlockManager
 from scheduler.entry import Entry, find_entry
+from scheduler.forks import Forks
 from scheduler.prefill_policy import PrefillShares, num_uncomputed
 from scheduler.residents import Residents
 from scheduler.sequence import Request, Sequence, SequenceState
@@ -43,7 +44,7 @@ class StepPlanner:
         self._waiting = WaitingQueue(limits.ageing_steps)
         # A decode row needs a token of every step: never more residents than tokens.
         self._residents = Residents(blocks, min(limits.max_num_seqs, capacity.num_slots, self._max_tokens))
-        self._forked: dict[int, Request] = {}  # requests that keep blocks for children to come, by number
+        self._forks = Forks(blocks, self._residents)
         self._trace_links = TraceLinks()
         self.num_queued_requests = 0
         self.num_queued_tokens = 0
@@ -72,8 +73,8 @@ class StepPlanner:
         if leader is not None:
             self._waiting.push(leader, step)
 
-    def remove(self, sequence: Sequence, step: int, *, is_request_over: bool = False) -> None:
-        """A sequence has ended: take it out of wherever it is."""
+    def discard(self, sequence: Sequence) -> None:
+        """A sequence has ended along with its request: take it out of wherever it is."""
         was = sequence.state
         if sequence.is_resident:
             self._residents.leave(sequence, SequenceState.FINISHED)
@@ -81,13 +82,15 @@ class StepPlanner:
             self._waiting.remove(sequence)
         sequence.state = SequenceState.FINISHED
         sequence.event_at = -1
-        if is_request_over:
-            return
-        request = sequence.request
+
+    def remove(self, sequence: Sequence, step: int) -> None:
+        """A sequence has ended and others of its request may go on."""
+        was, request = sequence.state, sequence.request
+        self.discard(sequence)
         if was is not SequenceState.HELD and any(s.state is SequenceState.HELD for s in request.sequences):
             # It was to compute the prompt for the others, which need a new one to do so.
             self.start(request, step)
-        self._drop_fork_if_unneeded(request)
+        self._forks.drop_if_unneeded(request)
 
     def keep_cached(self, sequence: Sequence) -> None:
         """Offer what a sequence that is about to end has computed to those that come later."""
@@ -97,7 +100,7 @@ class StepPlanner:
     def forget(self, request: Request) -> None:
         """The whole request has ended."""
         self._unqueue(request)
-        self._drop_fork(request)
+        self._forks.drop(request)
         self._trace_links.forget(request)
 
     def _unqueue(self, request: Request) -> None:
@@ -186,7 +189,7 @@ class StepPlanner:
                 continue
             blocks = self._blocks.acquire((), 1)
             while blocks is None and sequence.state is SequenceState.DECODE:
-                if not self._drop_all_forks() and self._residents.coming()[0] > len(stalled):
+                if not self._forks.drop_all() and self._residents.coming()[0] > len(stalled):
                     stalled.add(sequence.slot)
                     break
                 blocks = self._blocks.acquire((), 1)
@@ -261,7 +264,7 @@ class StepPlanner:
         spare = 0 if is_urgent else min(len(self._residents), self._num_blocks // 16)
         if self._blocks.can_acquire(entry.shared, entry.num_new, spare):
             return entry
-        if len(self._residents) == 0 and self._drop_all_forks():
+        if len(self._residents) == 0 and self._forks.drop_all():
             entry = find_entry(sequence, self._blocks, step, reads_cache=self._caches_prefixes)
             return entry if self._blocks.can_acquire(entry.shared, entry.num_new) else None
         return None
@@ -302,7 +305,7 @@ class StepPlanner:
             self._unqueue(request)
             plan.trace_links += self._trace_links.first_chunk(request)
         plan.new_block_counts.append(0)
-        self._drop_fork_if_unneeded(request)
+        self._forks.drop_if_unneeded(request)
         return count
 
     def _add_chunk_blocks(self, plan: StepPlan, sequence: Sequence, count: int) -> None:
@@ -327,16 +330,11 @@ class StepPlanner:
     def _start_decoding(self, sequence: Sequence, step: int) -> None:
         sequence.plan_event_at = self._plan_event(sequence)
         self._residents.start_decoding(sequence)
-        request = sequence.request
-        children = [s for s in request.sequences if s.state is SequenceState.HELD]
+        children = [s for s in sequence.request.sequences if s.state is SequenceState.HELD]
         if not children:
             return
-        # The children enter from the next step on; until then the request itself holds on to its prompt's blocks.
-        num_blocks = -(-request.num_prompt_tokens // self._block_size)
-        request.fork_blocks = sequence.block_ids[:num_blocks]
-        self._blocks.acquire(request.fork_blocks, 0)
-        request.fork_step = request.fork_last_step = step
-        self._forked[request.number] = request
+        # They enter from the next step on; until then the request itself holds on to its prompt's blocks.
+        self._forks.keep(sequence, step)
         for child in children:
             self._waiting.push(child, step)
 
@@ -381,23 +379,6 @@ class StepPlanner:
         victim.event_at = -1
         if victim.num_known == len(victim.token_ids):
             self._waiting.push(victim, step)
-
-    def _drop_fork_if_unneeded(self, request: Request) -> None:
-        if request.fork_blocks and not any(s.is_expecting_fork for s in request.sequences):
-            self._drop_fork(request)
-
-    def _drop_fork(self, request: Request) -> None:
-        if request.fork_blocks:
-            block_ids, request.fork_blocks = request.fork_blocks, []
-            self._residents.give_back(block_ids, request.fork_last_step)
-            del self._forked[request.number]
-
-    def _drop_all_forks(self) -> bool:
-        """Give up the blocks kept for children; those that come later compute the prompt themselves."""
-        forked = list(self._forked.values())
-        for request in forked:
-            self._drop_fork(request)
-        return bool(forked)
 
     # Proof.
 

@@ -311,7 +311,7 @@ class Scheduler:
     def _end_request(self, request: Request) -> None:
         request.finished_unix_ns = self._clock()
         for sequence in request.live_sequences():
-            self._planner.remove(sequence, self._next_step, is_request_over=True)
+            self._planner.discard(sequence)
         self._planner.forget(request)
         del self._requests[request.key]
 

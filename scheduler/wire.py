@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from pagemill import sampling_params
@@ -17,6 +17,7 @@ from pagemill.step import (
     WorkerCapacity,
 )
 from pagemill.v1 import common_pb2, scheduler_pb2, worker_pb2
+from scheduler.metrics import CoreTotals
 from scheduler.sequence import DeliveredTokens, FinishedSequence, NewRequest, OwnerOutput
 
 
@@ -180,6 +181,37 @@ def _finished_to_proto(finished: FinishedSequence) -> scheduler_pb2.Finished:
         message.timings.first_token_unix_ns = finished.timings.first_token_unix_ns
         message.timings.finished_unix_ns = finished.timings.finished_unix_ns
     return message
+
+
+def hello_to_proto(
+    scheduler_id: str, workers: Sequence[worker_pb2.WorkerHello], *, ready: bool, draining: bool
+) -> scheduler_pb2.SchedulerHello:
+    """What a scheduler with these workers serves; a request must fit any of them."""
+    hello = scheduler_pb2.SchedulerHello(
+        scheduler_id=scheduler_id, version=package_version(), ready=ready, draining=draining
+    )
+    if workers:
+        hello.model = workers[0].model
+        hello.model_fingerprint = workers[0].model_fingerprint
+        hello.vocab_size = workers[0].vocab_size
+        hello.block_size = workers[0].block_size
+        hello.max_model_len = min(w.max_model_len for w in workers)
+        hello.kv_capacity_tokens = min(w.num_blocks * w.block_size for w in workers)
+    return hello
+
+
+def load_to_proto(totals: CoreTotals, added: list[int], evicted: list[int]) -> scheduler_pb2.LoadReport:
+    """How busy the workers are, with prefix keys that came and went."""
+    return scheduler_pb2.LoadReport(
+        running=totals.running,
+        waiting=totals.waiting,
+        free_blocks=totals.blocks_total - totals.blocks_used,
+        total_blocks=totals.blocks_total,
+        workers=totals.workers,
+        preemptions=totals.preemptions,
+        prefix_hashes_added=added,
+        prefix_hashes_evicted=evicted,
+    )
 
 
 def error_to_proto(error: PagemillError) -> common_pb2.Error:

@@ -381,3 +381,20 @@ async def test_prompt_logprobs_and_trace_links_cross_the_wire(deploy) -> None:
     await router.wait(1)
     assert router.prompt_logprobs[1] == [-2.0, -3.0, -4.0]
     assert traceparent in worker.trace_links
+
+
+async def test_a_request_does_not_go_on_with_another_model(deploy) -> None:
+    d = await deploy()
+    first = await d.worker(fingerprint="a", step_s=0.002)
+    router = await d.router()
+    await router.submit(1, [1, 2, 3], 100)
+    await until(lambda: bool(router.tokens), "running")
+    await first.close()
+    await until(lambda: d.metric("workers") == 0, "worker gone")
+    await router.submit(2, [1, 2, 3])
+    await until(lambda: d.metric("num_requests_waiting") == 2, "both wait")
+    await d.worker(fingerprint="b", name="w1")
+    await router.wait(1, 2)
+    assert router.errors[1].code == grpc.StatusCode.UNAVAILABLE.value[0]
+    assert router.tokens[2][0] == solo([1, 2, 3], 8)
+    await d.idle()
