@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from router_helpers import eventually
 from session_scheduler import FakeScheduler, Script
 
 from pagemill.config import RouterSettings
@@ -77,11 +76,3 @@ async def start_router(model_files: ModelFiles) -> AsyncIterator[StartRouter]:
 def redis_server() -> Any:
     with RedisServer() as server:
         yield server
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Poll until a condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.005)

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from conftest import eventually
+from router_helpers import eventually
 
 from pagemill.api_keys import ApiKeys
 from pagemill.rpc import aio_channel, aio_server, bind

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import Any
 
 import pytest
-from conftest import eventually
+from router_helpers import chat, collect, complete, eventually, prompt, text_of
 
 from pagemill.errors import (
     ContextLengthError,
@@ -16,31 +15,9 @@ from pagemill.errors import (
     UnavailableError,
 )
 from pagemill.sampling_params import SamplingParams
-from router.app import RouterParts
-from router.generation import GenerationRequest, StreamEvent
+from router.generation import GenerationRequest
 
 EMOJI_LINE = "👩‍👩‍👧‍👦 漢字とかな Příliš žluťoučký kůň e\u0301\u0328 🇨🇿 done"
-
-
-def prompt(text: str = "Once upon a time", **sampling: Any) -> GenerationRequest:
-    return GenerationRequest(SamplingParams(**({"max_tokens": 500} | sampling)), prompt_text=text)
-
-
-def chat(text: str = "Hello", **sampling: Any) -> GenerationRequest:
-    messages = [{"role": "user", "content": text}]
-    return GenerationRequest(SamplingParams(**({"max_tokens": 500} | sampling)), messages=messages)
-
-
-async def collect(parts: RouterParts, request: GenerationRequest) -> list[StreamEvent]:
-    return [event async for event in parts.pipeline.generate(request)]
-
-
-def text_of(events: list[StreamEvent], index: int = 0) -> str:
-    return "".join(d.text for e in events for d in e.deltas if d.index == index)
-
-
-async def complete(parts: RouterParts, request: GenerationRequest) -> Any:
-    return await parts.pipeline.complete(await parts.pipeline.prepare(request))
 
 
 async def test_ST01_joined_deltas_equal_the_whole_text(start_scheduler, start_router, says, tokenizer):

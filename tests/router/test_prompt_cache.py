@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import eventually
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.trace import INVALID_SPAN
-from test_pipeline import chat, collect, complete, prompt, text_of
+from router_helpers import chat, collect, complete, eventually, prompt, text_of
 
 from pagemill.config import RouterSettings
 from pagemill.redis_server import RedisServer

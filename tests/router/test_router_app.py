@@ -15,9 +15,9 @@ from typing import Any
 import grpc.aio
 import httpx
 import pytest
-from conftest import eventually
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from router_helpers import eventually
 
 from pagemill.config import RouterSettings
 from pagemill.rpc import aio_channel

@@ -9,7 +9,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from test_pipeline import chat, complete, prompt
+from router_helpers import chat, complete, prompt
 
 from pagemill.errors import InvalidRequestError
 

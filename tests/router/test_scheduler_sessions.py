@@ -6,8 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from conftest import eventually
-from test_pipeline import collect, complete, prompt, text_of
+from router_helpers import collect, complete, eventually, prompt, text_of
 
 from pagemill.block_hash import block_hashes, short_key
 from pagemill.errors import InvalidRequestError, OverloadedError, PagemillError, UnavailableError
