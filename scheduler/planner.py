@@ -227,7 +227,7 @@ class StepPlanner:
         for sequence, most in shares:
             if sequence.state is SequenceState.WAITING:
                 is_first = sequence is line[0]
-                if num_misfits >= MAX_MISFITS or not (entry_is_open or is_first):
+                if not is_first and (num_misfits >= MAX_MISFITS or not entry_is_open):
                     continue
                 wanted = min(num_uncomputed(sequence), MIN_FIRST_CHUNK)
                 if not self._residents.has_free_slot or (most < wanted and plan.slots and not is_first):
@@ -364,6 +364,8 @@ class StepPlanner:
             has_blocks = self._blocks.can_acquire(entry.shared, max(0, entry.num_new - blocks_coming))
             if has_slot and has_blocks:
                 return
+            if not has_blocks and self._forks.drop_all():
+                continue
             victim = self._residents.last_in_line()
             if victim is None or victim.priority <= urgent.request.priority:
                 return
