@@ -12,6 +12,8 @@ import threading
 import time
 from types import FrameType
 
+import torch
+
 from pagemill.config import WorkerSettings
 from pagemill.errors import DesyncError
 from pagemill.step import StepPlan, StepResult
@@ -49,6 +51,8 @@ def run(settings: WorkerSettings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_now)
     follow_parent(os.environ.get(PARENT_PID_ENV, ""))
+    # torch only holds and casts tensors here; a second pool of threads would compete with the kernels' own.
+    torch.set_num_threads(1)
     try:
         runner = ModelRunner(settings)
         metrics = WorkerMetrics(runner.capacity)

@@ -62,8 +62,8 @@ def pick_device(setting: str) -> Device:
 def pick_dtype(setting: str, config_dtype: torch.dtype | None, device: Device) -> torch.dtype:
     """The dtype of weights, activations and KV cache.
 
-    `auto` is the checkpoint's own dtype; on a CPU a 16-bit checkpoint runs in bfloat16 where the CPU multiplies bfloat16
-    natively and in float32 elsewhere. A checkpoint that names none (GGUF) counts as a 16-bit one.
+    `auto` is the checkpoint's own dtype; on a CPU a 16-bit checkpoint runs in bfloat16 where the CPU multiplies
+    bfloat16 natively and in float32 elsewhere. A checkpoint that names none (GGUF) counts as a 16-bit one.
 
     Raises:
         ConfigError: the device has no kernels for the dtype.

@@ -1,8 +1,8 @@
 """The stream to the scheduler: the worker dials, says hello, receives steps and sends results.
 
 Threads: gRPC's own thread pulls messages to send from a bounded queue; a reader thread, one per stream, moves received
-messages into a bounded queue; whoever owns the `SchedulerStream` takes them from there. A full queue stops the reader, and
-with it, by HTTP/2 flow control, the scheduler.
+messages into a bounded queue; whoever owns the `SchedulerStream` takes them from there. A full queue stops the reader,
+and with it, by HTTP/2 flow control, the scheduler.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class SchedulerStream:
         self._outbox: queue.Queue[worker_pb2.WorkerMessage | None] = queue.Queue(4 * MAX_QUEUED_MESSAGES)
         self._outbox.put(hello)
         self._channel = sync_channel(address)
-        self._call = scheduler_pb2_grpc.SchedulerStub(self._channel).AttachWorker(self._requests())
+        stub = scheduler_pb2_grpc.SchedulerStub(self._channel)  # type: ignore[no-untyped-call]
+        self._call = stub.AttachWorker(self._requests())
         self._reader = threading.Thread(target=self._read, name="scheduler-stream", daemon=True)
         self._reader.start()
 
@@ -111,7 +112,7 @@ class SchedulerStream:
             raise StreamEndedError(f"scheduler {self._address} takes no results") from None
 
     def close(self, *, flush_timeout_s: float = 0.0) -> None:
-        """End the call. With a flush timeout, what is queued is sent first and the scheduler may end the stream itself."""
+        """End the call. With a flush timeout, what is queued is sent first and the scheduler may end the stream."""
         try:
             self._outbox.put_nowait(None)
         except queue.Full:

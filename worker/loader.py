@@ -184,7 +184,7 @@ class WeightReader:
     def take(
         self, name: str, shape: tuple[int, ...], *, shard_dim: int | None = None, rank: int = 0, size: int = 1
     ) -> torch.Tensor:
-        """A tensor of whole shape `shape`, cut into `size` equal parts along shard_dim of which part `rank` is returned.
+        """Part `rank` of a tensor of whole shape `shape`, cut into `size` equal parts along shard_dim.
 
         Raises:
             ModelLoadError: missing, wrong shape, or not divisible.
@@ -321,9 +321,10 @@ def open_source(source: ModelSource, load_format: str, *, seed: int, absent_if_r
 
 
 def model_fingerprint(config: dict[str, Any], source: WeightSource, dtype: torch.dtype, seed: int) -> str:
-    """Hex digest that is equal for workers which compute the same: config, dtype, file names, sizes and samples of content.
+    """Hex digest that is equal for workers which compute the same.
 
-    Modification times are left out, so that copies of a model on several machines agree.
+    It covers config, dtype, names and sizes of the weight files, and samples of their content. Modification times are
+    left out, so that copies of a model on several machines agree.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())

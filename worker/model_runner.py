@@ -6,6 +6,7 @@ import logging
 import time
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagemill.config import WorkerSettings
@@ -85,7 +86,7 @@ class ModelRunner:
         self._next_step = 0
         self._last_end_ns = 0
         logger.info(
-            "ready after %.1f s: weights %d bytes, %d KV blocks of %d tokens (%d bytes a token), longest sequence %d tokens",
+            "ready after %.1f s: weights %d bytes; %d KV blocks of %d tokens, %d bytes a token; context length %d",
             time.monotonic() - started,
             self._model.weight_bytes,
             num_blocks,
@@ -186,7 +187,7 @@ class ModelRunner:
     def _sample(
         self,
         batch: StepBatch,
-        rows: np.ndarray[tuple[int], np.dtype[np.int64]],
+        rows: npt.NDArray[np.int64],
         hidden: torch.Tensor,
         result: StepResult,
     ) -> None:

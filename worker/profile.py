@@ -32,7 +32,7 @@ class StepProfile:
         if self._steps < self._num_steps:
             return False
         logger.info(
-            "profile of %d steps: %.1f rows and %.1f tokens a step; forward %.3f ms, sampling %.3f ms, gap %.3f ms a step",
+            "profile of %d steps: %.1f rows, %.1f tokens, forward %.3f ms, sampling %.3f ms, gap %.3f ms a step",
             self._steps,
             self._rows / self._steps,
             self._tokens / self._steps,

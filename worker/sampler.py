@@ -100,7 +100,7 @@ class Draws:
 
 
 class Sampler:
-    """Sampling parameters of all slots in columns. Rows that only need temperature, top-k, top-p and min-p cost no loop."""
+    """Sampling parameters of all slots in columns. Only rows with penalties, biases or masks cost a loop."""
 
     def __init__(self, table: SlotTable, vocab_size: int) -> None:
         slots = table.num_slots

@@ -14,8 +14,8 @@ IntArray = npt.NDArray[np.int32]
 class SlotTable:
     """Block tables, token histories and lengths of all slots.
 
-    The token history is [num_slots, max_model_len] int32 and never written beyond what sequences reach, so the operating
-    system backs only those pages with memory.
+    The token history is [num_slots, max_model_len] int32 and never written beyond what sequences reach, so the
+    operating system backs only those pages with memory.
 
     Attributes:
         active: bool [S], the slot holds a sequence.
@@ -67,7 +67,8 @@ class SlotTable:
             raise DesyncError(f"new sequence for slot {slot}, which is taken or out of range 0..{self.num_slots - 1}")
         if not 0 <= sequence.num_computed_tokens < num_tokens <= self.max_model_len:
             raise DesyncError(
-                f"slot {slot}: {sequence.num_computed_tokens} computed of {num_tokens} tokens, at most {self.max_model_len}"
+                f"slot {slot}: {sequence.num_computed_tokens} computed of {num_tokens} tokens, "
+                f"at most {self.max_model_len}"
             )
         if not 0 < sequence.num_prompt_tokens <= num_tokens:
             raise DesyncError(f"slot {slot}: {sequence.num_prompt_tokens} prompt tokens of {num_tokens}")

@@ -1,4 +1,4 @@
-"""What worker tests share: tiny checkpoints made with transformers, a driver of step plans, comparison of greedy ids."""
+"""What worker tests share: tiny transformers checkpoints, a driver of step plans, comparison of greedy ids."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Driver:
         self.failures += result.failures
 
     def generate(self, num_tokens: int, budget: int = 512) -> list[list[int]]:
-        """Run until each sequence has num_tokens output tokens; those that are done leave. Outputs in order of `add`."""
+        """Run until each sequence has num_tokens output tokens; those that are done leave. Returns all outputs."""
         everything = list(self.sequences)
         while self.sequences:
             self.run_step(budget)
@@ -224,6 +224,17 @@ def assert_greedy_equal(actual: list[int], reference: tuple[list[int], list[floa
         if a != e:
             assert gap < 1e-4, f"position {position}: got {a}, expected {e}, the two best logits are {gap:.2e} apart"
             return
+
+
+def assert_greedy(model: Any, prompt: list[int], output: list[int]) -> None:
+    """Each output id is transformers' best after what comes before it, or its two best logits are within 1e-4."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    best = torch.topk(logits, 2)
+    for position, token_id in enumerate(output):
+        expected, gap = int(best.indices[position, 0]), float(best.values[position, 0] - best.values[position, 1])
+        near = gap < 1e-4 and token_id in best.indices[position].tolist()
+        assert token_id == expected or near, f"position {position}: got {token_id}, expected {expected}, gap {gap:.1e}"
 
 
 def reference_logprobs(model: Any, token_ids: list[int]) -> torch.Tensor:

@@ -43,7 +43,7 @@ class ColumnParallelLinear:
 
     @property
     def num_bytes(self) -> int:
-        return self._packed.num_bytes
+        return int(self._packed.num_bytes)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write [T, out_features] of this rank for x [T, in_features]."""
@@ -59,7 +59,7 @@ class GateUpLinear(ColumnParallelLinear):
 
     @property
     def num_bytes(self) -> int:
-        return self._gate_up.num_bytes
+        return int(self._gate_up.num_bytes)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write [T, intermediate_size / size] for x [T, in_features]."""
@@ -91,7 +91,7 @@ class RowParallelLinear:
 
     @property
     def num_bytes(self) -> int:
-        return self._packed.num_bytes
+        return int(self._packed.num_bytes)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write [T, out_features], summed over the group, for this rank's x [T, in_features / size]."""

@@ -6,6 +6,7 @@ side there and half a head apart in Hugging Face checkpoints, whose order the ro
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from gguf.quants import dequantize
 
 from pagemill.errors import ModelLoadError
+from pagemill.gguf_file import GgufTensor, read_gguf_head
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -72,37 +74,49 @@ def split_files(path: Path) -> list[Path]:
 
 
 class GgufSource:
-    """A `worker.loader.WeightSource` over one GGUF model."""
+    """A `worker.loader.WeightSource` over one GGUF model, mapped into memory.
+
+    Raises:
+        ModelLoadError: a file is missing, damaged or ends before its last tensor; names it.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._tensors: dict[str, tuple[Path, gguf.ReaderTensor]] = {}
-        self._num_heads: dict[str, int] = {}
         self.files = split_files(path)
-        for file in self.files:
-            reader = self._open(file)
-            for tensor in reader.tensors:
-                self._tensors[hf_name(tensor.name)] = (file, tensor)
-            if file == self.files[0]:
-                self._read_head_counts(file, reader)
+        self._maps: dict[Path, np.memmap[Any, np.dtype[np.uint8]]] = {}
+        self._tensors: dict[str, tuple[Path, str, GgufTensor]] = {}
+        heads = [read_gguf_head(file) for file in self.files]
+        for file, head in zip(self.files, heads, strict=True):
+            self._maps[file] = np.memmap(file, dtype=np.uint8, mode="r")
+            for name, tensor in head.tensors.items():
+                self._check_extent(file, name, tensor)
+                self._tensors[hf_name(name)] = (file, name, tensor)
+        self._num_heads = self._head_counts(self.files[0], heads[0].metadata)
+
+    def _check_extent(self, file: Path, name: str, tensor: GgufTensor) -> None:
+        end = tensor.offset_bytes + math.prod(self._byte_shape(file, name, tensor))
+        size = len(self._maps[file])
+        if end > size:
+            raise ModelLoadError(f"{file}: not a complete GGUF file, tensor {name} ends at byte {end} of {size}")
 
     @staticmethod
-    def _open(file: Path) -> gguf.GGUFReader:
+    def _byte_shape(file: Path, name: str, tensor: GgufTensor) -> tuple[int, ...]:
         try:
-            return gguf.GGUFReader(file)
-        except Exception as error:  # the reader raises whatever a short or foreign file makes numpy raise
-            raise ModelLoadError(f"{file}: not a complete GGUF file ({error})") from error
+            kind = gguf.GGMLQuantizationType(tensor.ggml_type)
+            if tensor.shape:
+                return tuple(gguf.quant_shape_to_byte_shape(tensor.shape, kind))
+            return (gguf.GGML_QUANT_SIZES[kind][1],)
+        except (ValueError, KeyError) as error:
+            raise ModelLoadError(f"{file}: tensor {name} cannot be read ({error})") from error
 
-    def _read_head_counts(self, file: Path, reader: gguf.GGUFReader) -> None:
-        field = reader.get_field("general.architecture")
-        architecture = field.contents() if field else ""
-        if architecture != "llama":
-            return
-        heads = reader.get_field("llama.attention.head_count")
-        if heads is None:
-            raise ModelLoadError(f"{file}: metadata llama.attention.head_count is missing")
-        kv_heads = reader.get_field("llama.attention.head_count_kv")
-        self._num_heads["q_proj"] = int(heads.contents())
-        self._num_heads["k_proj"] = int((kv_heads or heads).contents())
+    @staticmethod
+    def _head_counts(file: Path, metadata: dict[str, Any]) -> dict[str, int]:
+        """Heads of the products whose rows are in interleaved order; empty for architectures that have none."""
+        if metadata.get("general.architecture") != "llama":
+            return {}
+        heads = metadata.get("llama.attention.head_count")
+        if not isinstance(heads, int):
+            raise ModelLoadError(f"{file}: metadata llama.attention.head_count is {heads!r}, expected a number")
+        return {"q_proj": heads, "k_proj": int(metadata.get("llama.attention.head_count_kv", heads))}
 
     def names(self) -> set[str]:
         return set(self._tensors)
@@ -112,19 +126,26 @@ class GgufSource:
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> torch.Tensor:
         """The tensor's part at `index`, float32. Raises ModelLoadError for a wrong shape or an unsupported type."""
-        file, tensor = self._tensors[name]
-        try:
-            if tensor.tensor_type == gguf.GGMLQuantizationType.F64:
-                values = np.asarray(tensor.data, dtype=np.float32)
-            else:
-                values = dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError as error:
-            raise ModelLoadError(
-                f"{file}: tensor {tensor.name} has type {tensor.tensor_type.name}, which is not supported"
-            ) from error
-        if values.shape != shape:
-            raise ModelLoadError(f"{file}: tensor {tensor.name} has shape {list(values.shape)}, expected {list(shape)}")
+        file, stored_name, tensor = self._tensors[name]
+        if tensor.shape != shape:
+            raise ModelLoadError(f"{file}: tensor {stored_name} has shape {list(tensor.shape)}, expected {list(shape)}")
+        byte_shape = self._byte_shape(file, stored_name, tensor)
+        start = tensor.offset_bytes
+        data = np.asarray(self._maps[file][start : start + math.prod(byte_shape)]).reshape(byte_shape)
+        values = self._dequantize(file, stored_name, data, gguf.GGMLQuantizationType(tensor.ggml_type))
         num_heads = self._num_heads.get(name.split(".")[-2])
         if num_heads:
             values = half_split_rows(values, num_heads)
-        return torch.from_numpy(np.ascontiguousarray(values[index], dtype=np.float32).copy())
+        return torch.from_numpy(np.array(values[index], dtype=np.float32, order="C"))
+
+    @staticmethod
+    def _dequantize(
+        file: Path, name: str, data: np.ndarray[Any, Any], kind: gguf.GGMLQuantizationType
+    ) -> np.ndarray[Any, Any]:
+        if kind == gguf.GGMLQuantizationType.F64:
+            return data.view(np.float64)
+        try:
+            values: np.ndarray[Any, Any] = dequantize(data, kind)
+        except NotImplementedError as error:
+            raise ModelLoadError(f"{file}: tensor {name} has type {kind.name}, which is not supported") from error
+        return values
