@@ -47,6 +47,7 @@ class SamplingBatch:
     masked_ids: torch.Tensor | None = None  # int32: never sampled
 
 
+_ID_LISTS = ("prompt", "output", "bias", "masked")
 _BATCH_FIELDS = tuple(f.name for f in fields(SamplingBatch))
 _FIELD_TYPES = {
     **dict.fromkeys(
@@ -99,23 +100,17 @@ def sample(
     plan = _sample_plans.get(key)
     if plan is None:
         plan = _sample_plans.remember(key, _sample_plan(logits, params, outputs))
-    if (
-        batch.prompt_offsets is not None
-        or batch.output_offsets is not None
-        or batch.bias_offsets is not None
-        or (batch.masked_offsets is not None)
-    ):
-        _check_id_lists(batch)
+    for name in _ID_LISTS:
+        if getattr(batch, f"{name}_offsets") is not None:
+            _check_end(name, batch)
     plan([logits.data_ptr(), *[0 if t is None else t.data_ptr() for t in (*params, *outputs)]])
 
 
-def _check_id_lists(batch: SamplingBatch) -> None:
-    for name in ("prompt", "output", "bias", "masked"):
-        offsets, ids = getattr(batch, f"{name}_offsets"), getattr(batch, f"{name}_ids")
-        if (offsets is None) != (ids is None) or (name == "bias" and (offsets is None) != (batch.bias_values is None)):
-            raise ValueError(f"sample: {name} ids need both offsets and ids{' and values' * (name == 'bias')}")
-        if offsets is not None and int(offsets[-1]) > ids.shape[0]:
-            raise ValueError(f"sample: {name}_offsets end at {int(offsets[-1])}, past {ids.shape[0]} {name}_ids")
+def _check_end(name: str, batch: SamplingBatch) -> None:
+    offsets, ids = getattr(batch, f"{name}_offsets"), getattr(batch, f"{name}_ids")
+    end = int(offsets[-1])
+    if end > ids.shape[0]:
+        raise ValueError(f"sample: {name}_offsets end at {end}, past {ids.shape[0]} {name}_ids")
 
 
 def _sample_plan(
@@ -127,6 +122,11 @@ def _sample_plan(
     for name, tensor in zip(_BATCH_FIELDS, params, strict=True):
         if tensor is not None:
             dims.tensor(name, tensor, *_FIELD_TYPES[name])
+    given = {name for name, tensor in zip(_BATCH_FIELDS, params, strict=True) if tensor is not None}
+    for name in _ID_LISTS:
+        parts = [field for field in _BATCH_FIELDS if field.startswith(f"{name}_")]
+        if 0 < len(given.intersection(parts)) < len(parts):
+            raise ValueError(f"sample: {' and '.join(parts)} go together")
     out_ids, out_logprobs, out_ranks, out_status, out_top_ids, out_top_logprobs = outputs
     dims.tensor("out_ids", out_ids, ("num_rows",), _INT64)
     _check_outputs(dims, out_logprobs, out_ranks, out_status, out_top_ids, out_top_logprobs)

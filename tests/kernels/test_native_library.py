@@ -1,0 +1,44 @@
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import worker
+from worker import kernels
+
+PROBE = """
+from pagemill.errors import NativeLibraryError
+try:
+    import worker.kernels
+except NativeLibraryError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("present", [False, True])
+def test_a_missing_or_broken_library_is_named_with_the_command_that_builds_it(tmp_path: Path, present: bool) -> None:
+    source = Path(worker.__file__).parent
+    shutil.copytree(source / "kernels", tmp_path / "worker/kernels", ignore=shutil.ignore_patterns("*.so"))
+    shutil.copy(source / "__init__.py", tmp_path / "worker")
+    shutil.copytree(source.parent / "pagemill", tmp_path / "pagemill", ignore=shutil.ignore_patterns("__pycache__"))
+    module = next((source / "kernels").glob("_C*.so"))
+    if present:
+        (tmp_path / "worker/kernels" / module.name).write_bytes(b"not a library")
+    done = subprocess.run([sys.executable, "-c", PROBE], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert str(tmp_path / "worker/kernels" / module.name) in done.stdout, done.stderr
+    assert "pip install --no-build-isolation -e ." in done.stdout
+
+
+def test_the_instruction_set_is_capped_by_the_environment() -> None:
+    probe = "from worker import kernels; print(kernels.cpu_isa())"
+    env = {"PAGEMILL_CPU_ISA": "portable", "PATH": ""}
+    root = Path(worker.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", probe], cwd=root, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "portable", done.stderr
+
+
+def test_an_instruction_set_above_the_machines_is_refused() -> None:
+    with pytest.raises(ValueError, match="portable, avx2, avx512, avx512bf16, amx"):
+        kernels.set_cpu_isa("sse9")
