@@ -72,7 +72,7 @@ protos: $(DEPENDENCIES)
 	PYTHON=$(PY) tools/gen_protos.sh
 
 bench: install demo-model
-	$(PY) -m benchmarks $(ARGS)
+	$(PY) benchmarks/peers/run.py $(ARGS)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(NATIVE)
