@@ -17,8 +17,8 @@ class ApiKeys:
         setting: empty (any key is accepted), one key, or `tenant=key,tenant=key`. A key without a name is a tenant of
             its own.
 
-    Tenants share neither KV blocks nor cached responses. Where any key is accepted, all callers are one tenant: a key that nobody
-    checks isolates nobody.
+    Tenants share neither KV blocks nor cached responses. Where any key is accepted, all callers are one tenant: a key
+    that nobody checks isolates nobody.
     """
 
     def __init__(self, setting: str) -> None:

@@ -96,6 +96,7 @@ class Server:
     """A complete Pagemill on loopback: where it listens, and what it says of itself."""
 
     process: Process
+    api_key: str = ""
 
     @property
     def http_url(self) -> str:
@@ -106,7 +107,9 @@ class Server:
         return f"127.0.0.1:{self.process.ready['grpc_port']}"
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.http_url + path, timeout=10) as response:
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        request = urllib.request.Request(self.http_url + path, headers=headers)
+        with urllib.request.urlopen(request, timeout=10) as response:
             return response.read().decode()
 
     def metric(self, name: str) -> float:

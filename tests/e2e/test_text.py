@@ -159,7 +159,7 @@ def test_SP06_min_tokens_outlasts_an_early_stop(server: Server, model: str) -> N
 
 
 def test_SP08_ignore_eos_runs_to_max_tokens_and_a_natural_end_is_one_stop_chunk(server: Server, model: str) -> None:
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    question = [{"role": "user", "content": "What is 2 + 2?"}]
     body = {"model": model, "messages": question, "temperature": 0, "max_tokens": 200}
     answer = httpx.post(server.http_url + "/v1/chat/completions", json=body | {"ignore_eos": True}, timeout=120).json()
     assert answer["usage"]["completion_tokens"] == 200
