@@ -32,14 +32,15 @@ class ServePlan:
     workers: list[WorkerSettings]
     model_name: str
 
+    def by_name(self) -> dict[str, CommonSettings]:
+        """Settings of each process but the supervisor's own, by process name."""
+        workers = {worker_name(index): worker for index, worker in enumerate(self.workers)}
+        return {"router": self.router, "scheduler": self.scheduler, **workers}
+
     def write_config(self, directory: Path) -> None:
         """One YAML file per process name, readable by this user alone (it may hold an API key)."""
-        sections: list[tuple[str, str, CommonSettings]] = [
-            ("router", "router", self.router),
-            ("scheduler", "scheduler", self.scheduler),
-        ]
-        sections += [(worker_name(index), "worker", worker) for index, worker in enumerate(self.workers)]
-        for name, section, settings in sections:
+        for name, settings in self.by_name().items():
+            section = "worker" if name.startswith("worker") else name
             path = config_path(directory, name)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:

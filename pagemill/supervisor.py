@@ -47,6 +47,7 @@ class Supervisor:
         self._progress = progress
         self._directory = Path(tempfile.mkdtemp(prefix="pagemill-"))
         self._processes: dict[str, ManagedProcess] = {}
+        self._metrics_ports: dict[str, int] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = False
         self._failure: asyncio.Future[str] | None = None
@@ -160,6 +161,9 @@ class Supervisor:
         await process.start()
         info = await process.wait_ready(deadline_s - time.monotonic())
         fix(info)
+        if info.get("metrics_port"):
+            self._metrics_ports[name] = int(info["metrics_port"])
+            self._plan.by_name()[name].metrics_port = self._metrics_ports[name]
         self._plan.write_config(self._directory)
 
         async def ready_again(process: ManagedProcess) -> None:
@@ -213,6 +217,7 @@ class Supervisor:
             "grpc_port": router["grpc_port"],
             "scheduler_port": self._plan.scheduler.port,
             "pids": {"supervisor": os.getpid()} | {name: process.pid for name, process in self._processes.items()},
+            "metrics_ports": self._metrics_ports,
             "redis": redis,
         }
         self._progress.line(_how_to_talk(self._plan, router))

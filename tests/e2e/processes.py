@@ -107,18 +107,23 @@ class Server:
         return f"127.0.0.1:{self.process.ready['grpc_port']}"
 
     def get(self, path: str) -> str:
+        """Body of a path on the router."""
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         request = urllib.request.Request(self.http_url + path, headers=headers)
         with urllib.request.urlopen(request, timeout=10) as response:
             return response.read().decode()
 
-    def metric(self, name: str) -> float:
-        """Sum over all label sets of a metric on the router's /metrics."""
-        total = 0.0
-        for line in self.get("/metrics").splitlines():
-            if line.startswith(name) and line[len(name)] in "{ ":
-                total += float(line.rsplit(" ", 1)[1])
-        return total
+    def metric(self, name: str, of: str = "router") -> float:
+        """Sum over all label sets of a metric of one process; a metric that it lacks fails the test."""
+        if of == "router":
+            text = self.get("/metrics")
+        else:
+            url = f"http://127.0.0.1:{self.process.ready['metrics_ports'][of]}/metrics"
+            with urllib.request.urlopen(url, timeout=10) as response:
+                text = response.read().decode()
+        lines = [line for line in text.splitlines() if line.startswith(name) and line[len(name)] in "{ "]
+        assert lines or f"# TYPE {name.removesuffix('_total')}" in text, f"{of} has no metric {name}:\n{text}"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def busy(self) -> dict[str, float]:
         """Gauges that must be 0 at idle, those that are not."""
@@ -132,7 +137,7 @@ class Server:
 @contextlib.contextmanager
 def serve(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
     """`pagemill serve` on free ports with integrity checks on; it must end with exit code 0 on SIGTERM."""
-    ports = ["--http-port", "0", "--grpc-port", "0", "--port", "0"]
+    ports = ["--http-port", "0", "--grpc-port", "0", "--port", "0", "--metrics-port", "0"]
     process = start("serve", *ports, "--check-integrity", *args, env=env)
     try:
         yield Server(process)

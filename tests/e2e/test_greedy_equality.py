@@ -90,8 +90,8 @@ def test_greedy_ids_are_those_of_transformers(variant: str, reference) -> None:
     with serve(*options) as server:
         _assert_greedy(reference, asyncio.run(_all_ids(server, at_once=True)))
         if variant == "pool of 32 blocks":
-            assert server.metric("pagemill:preemptions_total") > 0
+            assert server.metric("pagemill:preemptions_total", of="scheduler") > 0
         _assert_greedy(reference, asyncio.run(_all_ids(server, at_once=False)))
         if variant == "defaults":
-            assert server.metric("pagemill:prefix_cache_hit_tokens_total") > 0
+            assert server.metric("pagemill:prefix_cache_hit_tokens_total", of="scheduler") > 0
         server.wait_until_idle()

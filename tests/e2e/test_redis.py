@@ -52,10 +52,10 @@ def _ask(server: Server, prompt: str) -> httpx.Response:
 
 def test_a_repeated_deterministic_request_is_answered_without_the_engine(server: Server) -> None:
     first = _ask(server, "An answer worth keeping:")
-    steps = server.metric("pagemill:scheduler_steps_total")
+    steps = server.metric("pagemill:scheduler_steps_total", of="scheduler")
     second = _ask(server, "An answer worth keeping:")
     assert second.json()["choices"] == first.json()["choices"]
-    assert server.metric("pagemill:scheduler_steps_total") == steps
+    assert server.metric("pagemill:scheduler_steps_total", of="scheduler") == steps
     assert server.metric("pagemill:prompt_cache_hits_total") > 0
 
 

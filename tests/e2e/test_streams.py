@@ -72,15 +72,15 @@ def test_AB02_hundreds_of_aborted_streams_leak_nothing() -> None:
 
 
 def test_AB01_a_hung_up_non_streaming_client_frees_its_blocks(server: Server, model: str) -> None:
-    aborted = server.metric("pagemill:requests_aborted_total")
+    aborted = server.metric("pagemill:requests_aborted_total", of="scheduler")
     body = {"model": model, "prompt": "Count:", "max_tokens": 4000, "ignore_eos": True, "temperature": 0.5}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.http_url + "/v1/completions", json=body, timeout=1.0)
     server.wait_until_idle(2)
-    steps = server.metric("pagemill:scheduler_steps_total")
-    assert server.metric("pagemill:requests_aborted_total") == aborted + 1
+    steps = server.metric("pagemill:scheduler_steps_total", of="scheduler")
+    assert server.metric("pagemill:requests_aborted_total", of="scheduler") == aborted + 1
     time.sleep(0.5)
-    assert server.metric("pagemill:scheduler_steps_total") == steps
+    assert server.metric("pagemill:scheduler_steps_total", of="scheduler") == steps
 
 
 def test_a_cancelled_grpc_call_frees_its_blocks(server: Server) -> None:
