@@ -17,6 +17,7 @@ namespace py = pybind11;
 using namespace pagemill;
 
 void bind_linear(py::module_& module);
+void bind_program(py::module_& module);
 
 namespace {
 
@@ -34,14 +35,15 @@ void raise_on(int error) {
 struct RmsNorm {
   RmsNormParams params{};
 
-  RmsNorm(int64_t num_tokens, int64_t hidden, int64_t out_stride, int64_t x_stride, int64_t residual_stride,
-          int dtype) {
+  RmsNorm(int64_t num_tokens, int64_t hidden, int64_t out_stride, int64_t x_stride, int64_t residual_stride, int dtype,
+          bool is_wide) {
     params.num_tokens = num_tokens;
     params.hidden = hidden;
     params.out_stride = out_stride;
     params.x_stride = x_stride;
     params.residual_stride = residual_stride;
     params.dtype = static_cast<DType>(dtype);
+    params.is_wide = is_wide;
   }
 
   void run(Address out, Address x, Address residual, Address weight, float epsilon) const {
@@ -216,13 +218,15 @@ struct GatherRows {
   GatherRowsParams params{};
 
   GatherRows(int64_t num_rows, int64_t num_table_rows, int64_t row_bytes, int64_t out_stride_bytes,
-             int64_t table_stride_bytes, bool ids_are_int64) {
+             int64_t table_stride_bytes, bool ids_are_int64, bool is_widening, int dtype) {
     params.num_rows = num_rows;
     params.num_table_rows = num_table_rows;
     params.row_bytes = row_bytes;
     params.out_stride_bytes = out_stride_bytes;
     params.table_stride_bytes = table_stride_bytes;
     params.ids_are_int64 = ids_are_int64;
+    params.is_widening = is_widening;
+    params.dtype = static_cast<DType>(dtype);
   }
 
   void run(Address out, Address table, Address ids) const {
@@ -341,7 +345,7 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "Native CPU kernels of Pagemill; use worker.kernels, which validates its arguments.";
   bind_platform(module);
   py::class_<RmsNorm>(module, "RmsNorm")
-      .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, int>())
+      .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, int, bool>())
       .def("run", &RmsNorm::run);
   py::class_<Rotary>(module, "Rotary")
       .def(py::init<int64_t, int64_t, std::vector<int64_t>, std::vector<int32_t>, bool, int, int>())
@@ -362,7 +366,7 @@ PYBIND11_MODULE(_C, module) {
       .def(py::init<int64_t, int64_t, int64_t, int64_t, int, int>())
       .def("run", &ActivationAndMul::run);
   py::class_<GatherRows>(module, "GatherRows")
-      .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, bool>())
+      .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool, int>())
       .def("run", &GatherRows::run);
   py::class_<Sample>(module, "Sample")
       .def(py::init<int64_t, int64_t, int64_t, int32_t, int>())
@@ -373,5 +377,6 @@ PYBIND11_MODULE(_C, module) {
   module.def("copy_blocks", &copy_blocks);
 #if defined(PAGEMILL_HAVE_LINEAR)
   bind_linear(module);
+  bind_program(module);
 #endif
 }

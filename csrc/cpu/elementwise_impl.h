@@ -17,18 +17,19 @@ PAGEMILL_INLINE const T* row_pointer(const void* base, int64_t offset) {
   return static_cast<const T*>(base) + offset;
 }
 
-template <typename T>
+// X: of x and residual; T: of out and weight.
+template <typename X, typename T>
 void rms_norm_rows_of(const RmsNormParams& p, int64_t begin, int64_t end) {
   const T* weight = static_cast<const T*>(p.weight);
   const int64_t whole = p.hidden / W * W;
   const int64_t rest = p.hidden - whole;
   for (int64_t row = begin; row < end; ++row) {
-    const T* x = row_pointer<T>(p.x, row * p.x_stride);
+    const X* x = row_pointer<X>(p.x, row * p.x_stride);
     T* out = row_pointer<T>(p.out, row * p.out_stride);
     VecF sum = zero();
-    const T* source = x;
+    const X* source = x;
     if (p.residual != nullptr) {
-      T* residual = row_pointer<T>(p.residual, row * p.residual_stride);
+      X* residual = row_pointer<X>(p.residual, row * p.residual_stride);
       for (int64_t i = 0; i < whole; i += W) {
         store(residual + i, load(residual + i) + load(x + i));
         // The stored, rounded value is what the next layer sees, so it is what is normalised.
@@ -160,7 +161,10 @@ PAGEMILL_INLINE auto with_element_type(DType dtype, Functor functor) {
 }
 
 void rms_norm_rows(const RmsNormParams& p, int64_t begin, int64_t end) {
-  with_element_type(p.dtype, [&](auto element) { rms_norm_rows_of<decltype(element)>(p, begin, end); });
+  with_element_type(p.dtype, [&](auto element) {
+    using T = decltype(element);
+    p.is_wide ? rms_norm_rows_of<float, T>(p, begin, end) : rms_norm_rows_of<T, T>(p, begin, end);
+  });
 }
 void rotary_rows(const RotaryParams& p, int64_t begin, int64_t end) {
   with_element_type(p.dtype, [&](auto element) { rotary_rows_of<decltype(element)>(p, begin, end); });

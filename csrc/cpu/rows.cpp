@@ -94,7 +94,8 @@ using namespace pagemill;
 int pagemill_rms_norm(const RmsNormParams* params) {
   const RmsNormParams& p = *params;
   const KernelTable& table = kernel_table();
-  for_row_ranges(p.num_tokens, p.hidden * dtype_bytes(p.dtype) * (p.residual != nullptr ? 3 : 2),
+  const int64_t x_bytes = dtype_bytes(p.is_wide ? DType::kFloat32 : p.dtype) * (p.residual != nullptr ? 2 : 1);
+  for_row_ranges(p.num_tokens, p.hidden * (dtype_bytes(p.dtype) + x_bytes),
                  [&](int64_t begin, int64_t end) { table.rms_norm_rows(p, begin, end); });
   return 0;
 }
@@ -143,11 +144,17 @@ int pagemill_gather_rows(const GatherRowsParams* params) {
                 static_cast<long long>(index_at(p.ids, p.ids_are_int64, bad)),
                 static_cast<long long>(p.num_table_rows));
   }
+  const KernelTable& table = kernel_table();
   for_row_ranges(p.num_rows, p.row_bytes * 2, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      std::memcpy(static_cast<char*>(p.out) + row * p.out_stride_bytes,
-                  static_cast<const char*>(p.table) + index_at(p.ids, p.ids_are_int64, row) * p.table_stride_bytes,
-                  static_cast<size_t>(p.row_bytes));
+      char* out = static_cast<char*>(p.out) + row * p.out_stride_bytes;
+      const char* source =
+          static_cast<const char*>(p.table) + index_at(p.ids, p.ids_are_int64, row) * p.table_stride_bytes;
+      if (p.is_widening) {
+        table.vocab_to_float(source, p.dtype, p.row_bytes / dtype_bytes(p.dtype), reinterpret_cast<float*>(out));
+      } else {
+        std::memcpy(out, source, static_cast<size_t>(p.row_bytes));
+      }
     }
   });
   return 0;

@@ -45,6 +45,24 @@ def test_fused_add_rms_norm_normalises_the_rounded_sum(isa: str, dtype: torch.dt
     assert_close(out, norm_reference(total, weight, 1e-5))
 
 
+def test_norms_of_a_float32_residual_write_the_weights_dtype(isa: str, dtype: torch.dtype) -> None:
+    x, residual, weight = torch.randn(300, 577), torch.randn(300, 577), torch.randn(577).to(dtype)
+    out = torch.empty(300, 577, dtype=dtype)
+    kernels.rms_norm(out, x, weight, 1e-5)
+    assert_close(out, norm_reference(x, weight, 1e-5))
+    total = x + residual
+    kernels.fused_add_rms_norm(out, x, residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    assert_close(out, norm_reference(total, weight, 1e-5))
+
+
+def test_embedding_widens_to_float32(isa: str, dtype: torch.dtype) -> None:
+    table, ids = torch.randn(50, 77).to(dtype), torch.tensor([3, 49, 0, 3], dtype=torch.int32)
+    out = torch.empty(4, 77)
+    kernels.embedding(out, ids, table)
+    assert torch.equal(out, table[ids.long()].float())
+
+
 @settings(max_examples=40, deadline=None)
 @given(num_tokens=st.integers(0, 70), size=st.integers(1, 300), dtype=st.sampled_from(list(TOLERANCE)))
 def test_activations_match_float64(num_tokens: int, size: int, dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ _ACTIVATIONS = tuple(DTYPE_CODES)
 _INT32 = (torch.int32,)
 _INT64 = (torch.int64,)
 _FLOAT32 = (torch.float32,)
-_LAYOUTS = {"neox": 0, "interleaved": 1}
+LAYOUTS = {"neox": 0, "interleaved": 1}
 _CACHE_DIMS = ("num_blocks", "num_kv_heads", "block_size", "head_size")
 
 _rotary_plans = PlanCache()
@@ -29,8 +29,8 @@ _attention_plans = PlanCache()
 
 
 def _check_rotary(dims: Dims, positions: torch.Tensor, cos_sin: torch.Tensor, layout: str) -> None:
-    if layout not in _LAYOUTS:
-        raise ValueError(f"{dims.op}: layout {layout!r} is not supported; supported: {', '.join(_LAYOUTS)}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"{dims.op}: layout {layout!r} is not supported; supported: {', '.join(LAYOUTS)}")
     dims.tensor("positions", positions, ("num_tokens",), (torch.int64, torch.int32))
     dims.tensor("cos_sin", cos_sin, ("max_positions", "rot_dim"), _FLOAT32)
     if dims["rot_dim"] % 2 != 0 or not 0 < dims["rot_dim"] <= dims["head_size"]:
@@ -65,13 +65,14 @@ def rotary_embedding(
         plan = _C.Rotary(
             dims["num_tokens"], dims["max_positions"], [*q_strides[:2], *k_strides[:2]],
             [dims["num_query_heads"], dims["num_kv_heads"], dims["head_size"], dims["rot_dim"]],
-            positions.dtype == torch.int64, _LAYOUTS[layout], DTYPE_CODES[q.dtype],
+            positions.dtype == torch.int64, LAYOUTS[layout], DTYPE_CODES[q.dtype],
         ).run  # fmt: skip
         _rotary_plans.remember(key, plan)
     plan(q.data_ptr(), k.data_ptr(), positions.data_ptr(), cos_sin.data_ptr())
 
 
-def _check_caches(dims: Dims, key_cache: torch.Tensor, value_cache: torch.Tensor, dtype: torch.dtype) -> None:
+def check_caches(dims: Dims, key_cache: torch.Tensor, value_cache: torch.Tensor, dtype: torch.dtype) -> None:
+    """Check one layer's pair of caches. TypeError, ValueError."""
     dims.tensor("key_cache", key_cache, _CACHE_DIMS, (dtype,))
     dims.tensor("value_cache", value_cache, _CACHE_DIMS, (dtype,))
     dims.one_of("block_size", BLOCK_SIZES)
@@ -98,7 +99,7 @@ def store_kv(
         token_dims = ("num_tokens", "num_kv_heads", "head_size")
         key_strides = dims.tensor("key", key, token_dims, _ACTIVATIONS, contiguous=False)
         value_strides = dims.tensor("value", value, token_dims, (key.dtype,), contiguous=False)
-        _check_caches(dims, key_cache, value_cache, key.dtype)
+        check_caches(dims, key_cache, value_cache, key.dtype)
         dims.tensor("slot_mapping", slot_mapping, ("num_tokens",), _INT64)
         plan = _C.StoreKv(
             dims["num_tokens"], dims["num_blocks"], [*key_strides[:2], *value_strides[:2]],
@@ -162,13 +163,13 @@ def _rope_store_plan(
     else:
         width = "width"
     row_stride = dims.tensor("qkv", qkv, ("num_tokens", width), _ACTIVATIONS, contiguous=False)[0]
-    _check_caches(dims, key_cache, value_cache, qkv.dtype)
+    check_caches(dims, key_cache, value_cache, qkv.dtype)
     _check_rotary(dims, positions, cos_sin, layout)
     dims.tensor("slot_mapping", slot_mapping, ("num_tokens",), _INT64)
     size, code = dims["head_size"], DTYPE_CODES[qkv.dtype]
     rotary = _C.Rotary(
         dims["num_tokens"], dims["max_positions"], [row_stride, size, row_stride, size],
-        [num_query_heads, num_kv_heads, size, dims["rot_dim"]], positions.dtype == torch.int64, _LAYOUTS[layout], code,
+        [num_query_heads, num_kv_heads, size, dims["rot_dim"]], positions.dtype == torch.int64, LAYOUTS[layout], code,
     )  # fmt: skip
     store = _C.StoreKv(
         dims["num_tokens"], dims["num_blocks"], [row_stride, size, row_stride, size], num_kv_heads, size,
@@ -237,6 +238,23 @@ def paged_attention(
     )  # fmt: skip
 
 
+def check_attention_sizes(
+    dims: Dims, out: torch.Tensor, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
+) -> list[int]:
+    """Check what does not depend on the batch; token and head strides of out, then of query. TypeError, ValueError."""
+    token_dims = ("num_tokens", "num_query_heads", "head_size")
+    query_strides = dims.tensor("query", query, token_dims, _ACTIVATIONS, contiguous=False)
+    out_strides = dims.tensor("out", out, token_dims, (query.dtype,), contiguous=False)
+    dims.one_of("head_size", HEAD_SIZES)
+    check_caches(dims, key_cache, value_cache, query.dtype)
+    if dims["num_kv_heads"] < 1 or dims["num_query_heads"] % dims["num_kv_heads"] != 0:
+        raise ValueError(
+            f"{dims.op}: num_query_heads {dims['num_query_heads']} is not a multiple "
+            f"of num_kv_heads {dims['num_kv_heads']}"
+        )
+    return [*out_strides[:2], *query_strides[:2]]
+
+
 def _attention_plan(
     out: torch.Tensor,
     query: torch.Tensor,
@@ -248,16 +266,7 @@ def _attention_plan(
     context_lens: torch.Tensor,
 ) -> object:
     dims = Dims("paged_attention")
-    token_dims = ("num_tokens", "num_query_heads", "head_size")
-    query_strides = dims.tensor("query", query, token_dims, _ACTIVATIONS, contiguous=False)
-    out_strides = dims.tensor("out", out, token_dims, (query.dtype,), contiguous=False)
-    dims.one_of("head_size", HEAD_SIZES)
-    _check_caches(dims, key_cache, value_cache, query.dtype)
-    if dims["num_kv_heads"] < 1 or dims["num_query_heads"] % dims["num_kv_heads"] != 0:
-        raise ValueError(
-            f"{dims.op}: num_query_heads {dims['num_query_heads']} is not a multiple "
-            f"of num_kv_heads {dims['num_kv_heads']}"
-        )
+    strides = check_attention_sizes(dims, out, query, key_cache, value_cache)
     table_strides = dims.tensor(
         "block_tables", block_tables, ("num_table_rows", "max_blocks"), _INT32, contiguous=False
     )
@@ -268,7 +277,7 @@ def _attention_plan(
         dims.tensor("seq_slots", seq_slots, ("num_seqs",), _INT32)
     return _C.PagedAttention(
         [dims["num_tokens"], dims["num_blocks"], dims["num_table_rows"], dims["max_blocks"]],
-        [*out_strides[:2], *query_strides[:2], table_strides[0]],
+        [*strides, table_strides[0]],
         [dims["num_query_heads"], dims["num_kv_heads"], dims["head_size"], dims["block_size"]],
         dims["num_seqs"], DTYPE_CODES[query.dtype],
     ).run  # fmt: skip

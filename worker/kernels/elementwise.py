@@ -22,7 +22,8 @@ _gather_plans = PlanCache()
 def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     """out = x / sqrt(mean(x^2) + eps) * weight.
 
-    Shapes: out, x [num_tokens, hidden] (rows may be strided; out may be x), weight [hidden]; one dtype for all.
+    Shapes: out, x [num_tokens, hidden] (rows may be strided; out may be x), weight [hidden]; one dtype for all, or
+    float32 x with out and weight of another.
     """
     key = (x.shape, x.stride(), out.shape, out.stride(), weight.shape, x.dtype, out.dtype, weight.dtype, x.device)
     plan = _norm_plans.get(key)
@@ -36,7 +37,8 @@ def fused_add_rms_norm(
 ) -> None:
     """residual += x, rounded to its dtype; out = rms_norm(residual).
 
-    Shapes: out, x, residual [num_tokens, hidden] (rows may be strided; out may be x), weight [hidden]; one dtype.
+    Shapes: out, x, residual [num_tokens, hidden] (rows may be strided; out may be x), weight [hidden]; one dtype, or
+    float32 x and residual with out and weight of another.
     """
     key = (
         x.shape, x.stride(), out.shape, out.stride(), residual.shape, residual.stride(), weight.shape,
@@ -48,21 +50,28 @@ def fused_add_rms_norm(
     plan(out.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps)
 
 
+def check_norm(
+    dims: Dims, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
+) -> list[int]:
+    """Check a norm's tensors; row strides of out, x and residual (0 without). TypeError, ValueError."""
+    x_stride = dims.tensor("x", x, ("num_tokens", "hidden"), _ACTIVATIONS, contiguous=False)[0]
+    out_dtypes = _ACTIVATIONS if x.dtype is torch.float32 else (x.dtype,)
+    out_stride = dims.tensor("out", out, ("num_tokens", "hidden"), out_dtypes, contiguous=False)[0]
+    dims.tensor("weight", weight, ("hidden",), (out.dtype,))
+    if residual is None:
+        return [out_stride, x_stride, 0]
+    residual_strides = dims.tensor("residual", residual, ("num_tokens", "hidden"), (x.dtype,), contiguous=False)
+    return [out_stride, x_stride, residual_strides[0]]
+
+
 def _norm_plan(
     op: str, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
 ) -> object:
     dims = Dims(op)
-    x_strides = dims.tensor("x", x, ("num_tokens", "hidden"), _ACTIVATIONS, contiguous=False)
-    out_strides = dims.tensor("out", out, ("num_tokens", "hidden"), (x.dtype,), contiguous=False)
-    dims.tensor("weight", weight, ("hidden",), (x.dtype,))
-    residual_stride = 0
-    if residual is not None:
-        residual_stride = dims.tensor(
-            "residual", residual, ("num_tokens", "hidden"), (x.dtype,), contiguous=False
-        )[0]  # fmt: skip
+    strides = check_norm(dims, out, x, weight, residual)
     return _C.RmsNorm(
-        dims["num_tokens"], dims["hidden"], out_strides[0], x_strides[0], residual_stride, DTYPE_CODES[x.dtype]
-    ).run
+        dims["num_tokens"], dims["hidden"], *strides, DTYPE_CODES[out.dtype], x.dtype is not out.dtype
+    ).run  # fmt: skip
 
 
 def silu_and_mul(out: torch.Tensor, gate_up: torch.Tensor) -> None:
@@ -98,7 +107,10 @@ def _activation_plan(out: torch.Tensor, gate_up: torch.Tensor, activation: str) 
 
 
 def embedding(out: torch.Tensor, ids: torch.Tensor, table: torch.Tensor) -> None:
-    """out[i] = table[ids[i]]; out [num_tokens, hidden], ids [num_tokens] int32 or int64, table [vocab_size, hidden]."""
+    """out[i] = table[ids[i]]; out [num_tokens, hidden], ids [num_tokens] int32 or int64, table [vocab_size, hidden].
+
+    out has the table's dtype or float32.
+    """
     _gather("embedding", out, table, ids)
 
 
@@ -125,14 +137,21 @@ def _gather(op: str, out: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) 
     plan(out.data_ptr(), table.data_ptr(), ids.data_ptr())
 
 
+def check_embedding(dims: Dims, out: torch.Tensor, table: torch.Tensor) -> tuple[int, int]:
+    """Check a lookup's tensors; row strides of out and table. TypeError, ValueError."""
+    table_strides = dims.tensor("table", table, ("num_table_rows", "hidden"), _ACTIVATIONS, contiguous=False)
+    out_strides = dims.tensor(
+        "out", out, ("num_rows", "hidden"), (table.dtype, torch.float32), contiguous=False
+    )  # fmt: skip
+    return out_strides[0], table_strides[0]
+
+
 def _gather_plan(op: str, out: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> object:
     dims = Dims(op)
-    out_strides = dims.tensor("out", out, ("num_rows", "hidden"), _ACTIVATIONS, contiguous=False)
-    table_strides = dims.tensor("table", table, ("num_table_rows", "hidden"), (out.dtype,), contiguous=False)
+    out_stride, table_stride = check_embedding(dims, out, table)
     dims.tensor("ids", ids, ("num_rows",), _INDEX_DTYPES)
-    width = out.element_size()
+    width = table.element_size()
     return _C.GatherRows(
-        dims["num_rows"], dims["num_table_rows"], dims["hidden"] * width, out_strides[0] * width,
-        table_strides[0] * width,
-        ids.dtype == torch.int64,
+        dims["num_rows"], dims["num_table_rows"], dims["hidden"] * width, out_stride * out.element_size(),
+        table_stride * width, ids.dtype == torch.int64, out.dtype is not table.dtype, DTYPE_CODES[table.dtype],
     ).run  # fmt: skip

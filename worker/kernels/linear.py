@@ -13,14 +13,14 @@ from worker.kernels import _C
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ROWS, _GATE_UP = 0, 1
-_STORE, _ACCUMULATE, _SILU_MUL = 0, 1, 2
+STORE, ACCUMULATE, SILU_MUL = 0, 1, 2  # LinearEpilogue
 
 
 class _Packed:
-    """A weight in native layout, with what is needed to check a call against it."""
+    """A weight in native layout (`native`), with what is needed to check a call against it."""
 
     _order = _ROWS
-    _epilogue = _STORE
+    epilogue = STORE
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, isa: str = "") -> None:
         if weight.dim() != 2 or weight.dtype not in _DTYPE_CODES:
@@ -38,7 +38,7 @@ class _Packed:
         self._weight_shape = (num_rows, self.in_features)
         self.out_features = num_rows
         self.dtype = weight.dtype
-        self._native = _C.PackedLinear(
+        self.native = _C.PackedLinear(
             weight.data_ptr(),
             num_rows,
             self.in_features,
@@ -48,22 +48,22 @@ class _Packed:
             self._order,
             isa,
         )
-        self._apply = self._native.apply
+        self._apply = self.native.apply
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the packed weight, padding included."""
-        return int(self._native.num_bytes)
+        return int(self.native.num_bytes)
 
     @property
     def isa(self) -> str:
         """Instruction set that the weight is packed for."""
-        return str(self._native.isa)
+        return str(self.native.isa)
 
     def unpack(self) -> torch.Tensor:
         """The weight as it was given to the constructor, as a new tensor."""
         weight = torch.empty(self._weight_shape, dtype=self.dtype)
-        self._native.unpack(weight.data_ptr())
+        self.native.unpack(weight.data_ptr())
         return weight
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -76,23 +76,27 @@ class _Packed:
         Raises:
             ValueError: a shape, dtype or stride does not fit.
         """
-        self._run(x, out, self._epilogue)
+        self._run(x, out, self.epilogue)
 
     def _run(self, x: torch.Tensor, out: torch.Tensor, epilogue: int) -> None:
+        self.check(x, out)
+        self._apply(
+            x.data_ptr(), x.shape[0], x.stride(0), out.data_ptr(), out.stride(0), _DTYPE_CODES[out.dtype], epilogue
+        )
+
+    def check(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Check the arguments of a call. Raises ValueError."""
         num_rows, in_features = x.shape
-        x_stride, x_step = x.stride()
-        out_stride, out_step = out.stride()
         dtype, out_dtype = x.dtype, out.dtype
         if (
             in_features != self.in_features
             or out.shape != (num_rows, self.out_features)
             or dtype is not self.dtype
             or (out_dtype is not dtype and out_dtype is not torch.float32)
-            or x_step != 1
-            or out_step != 1
+            or x.stride(1) != 1
+            or out.stride(1) != 1
         ):
             self._reject(x, out)
-        self._apply(x.data_ptr(), num_rows, x_stride, out.data_ptr(), out_stride, _DTYPE_CODES[out_dtype], epilogue)
 
     def _reject(self, x: torch.Tensor, out: torch.Tensor) -> None:
         raise ValueError(
@@ -116,7 +120,7 @@ class PackedLinear(_Packed):
 
     def accumulate(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Add the product to `out`: summed in float32, rounded once. Arguments and errors as for the call."""
-        self._run(x, out, _ACCUMULATE)
+        self._run(x, out, ACCUMULATE)
 
 
 class PackedGateUp(_Packed):
@@ -132,7 +136,7 @@ class PackedGateUp(_Packed):
     """
 
     _order = _GATE_UP
-    _epilogue = _SILU_MUL
+    epilogue = SILU_MUL
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, isa: str = "") -> None:
         super().__init__(weight, bias, isa=isa)

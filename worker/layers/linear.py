@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from worker.kernels.linear import PackedGateUp, PackedLinear, linear
+from worker.kernels.linear import PackedGateUp, PackedLinear
+from worker.kernels.program import Program
 from worker.layers.context import LayerContext
 from worker.loader import WeightReader
 
@@ -45,9 +46,9 @@ class ColumnParallelLinear:
     def num_bytes(self) -> int:
         return int(self._packed.num_bytes)
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Write [T, out_features] of this rank for x [T, in_features]."""
-        linear(self._packed, x, out)
+    def add_to(self, program: Program, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Add the product of x [T, in_features] into out, [T, out_features] of this rank."""
+        program.linear(self._packed, x, out)
 
 
 class GateUpLinear(ColumnParallelLinear):
@@ -61,9 +62,9 @@ class GateUpLinear(ColumnParallelLinear):
     def num_bytes(self) -> int:
         return int(self._gate_up.num_bytes)
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Write [T, intermediate_size / size] for x [T, in_features]."""
-        linear(self._gate_up, x, out)
+    def add_to(self, program: Program, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Add both products of x [T, in_features] into out [T, intermediate_size / size]."""
+        program.linear(self._gate_up, x, out)
 
 
 class RowParallelLinear:
@@ -93,7 +94,16 @@ class RowParallelLinear:
     def num_bytes(self) -> int:
         return int(self._packed.num_bytes)
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Write [T, out_features], summed over the group, for this rank's x [T, in_features / size]."""
-        linear(self._packed, x, out)
-        self._context.all_reduce(out)
+    def add_to(self, program: Program, x: torch.Tensor, residual: torch.Tensor, partial: torch.Tensor) -> None:
+        """Add the product of this rank's x [T, in_features / size], summed over the group, on top of `residual`.
+
+        Args:
+            residual: [T, out_features] float32.
+            partial: likewise, this rank's summand; not used by a group of one.
+        """
+        if self._context.size == 1:
+            program.accumulate(self._packed, x, residual)
+            return
+        program.linear(self._packed, x, partial)
+        program.call(self._context.all_reduce, partial)
+        program.call(torch.Tensor.add_, residual, partial)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from worker import kernels
 from worker.batch import StepBatch
 from worker.kernels.linear import PackedLinear, linear
+from worker.kernels.program import Program, StepInputs
 from worker.kv_cache import KVCache, KVSpec
 from worker.layers.context import LayerContext
 from worker.layers.linear import ColumnParallelLinear, GateUpLinear, RowParallelLinear
@@ -32,16 +32,21 @@ def build(config: Mapping[str, Any], context: LayerContext) -> LlamaForCausalLM:
 
 
 class Workspace:
-    """Buffers of one forward pass, for up to max_tokens tokens; all layers share them."""
+    """Buffers of one forward pass, for up to max_tokens tokens; all layers share them.
+
+    The residual stream is float32 whatever the model's dtype: dozens of layers add to it, and rounding each sum to 16
+    bits would be most of a 16-bit model's error.
+    """
 
     def __init__(self, config: DecoderConfig, context: LayerContext, max_tokens: int) -> None:
-        def buffer(width: int) -> torch.Tensor:
-            return torch.empty((max_tokens, width), dtype=context.dtype, device=context.device)
+        def buffer(width: int, dtype: torch.dtype = context.dtype) -> torch.Tensor:
+            return torch.empty((max_tokens, width), dtype=dtype, device=context.device)
 
         heads, kv_heads = config.num_heads // context.size, config.num_kv_heads // context.size
-        self.residual = buffer(config.hidden_size)
+        self.residual = buffer(config.hidden_size, torch.float32)
+        # This rank's part of a sum over the group; a group of one adds straight to the residual.
+        self.partial = buffer(config.hidden_size if context.size > 1 else 0, torch.float32)
         self.normed = buffer(config.hidden_size)
-        self.projected = buffer(config.hidden_size)
         self.qkv = buffer((heads + 2 * kv_heads) * config.head_size)
         self.attention = buffer(heads * config.head_size)
         self.activated = buffer(config.intermediate_size // context.size)
@@ -54,7 +59,7 @@ class LlamaLayer:
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
         self._context = context
         self._prefix = f"model.layers.{index}"
-        self._hidden_size = config.hidden_size
+        self._config = config
         self.num_heads = context.share(heads, "attention heads")
         self.num_kv_heads = context.share(kv_heads, "key-value heads")
         self.window = config.windows[index]
@@ -81,9 +86,26 @@ class LlamaLayer:
             "mlp.down_proj", config.intermediate_size, config.hidden_size, context, has_bias=config.mlp_bias
         )
 
+    def add_to(
+        self, program: Program, space: Workspace, cache: tuple[torch.Tensor, torch.Tensor], following: torch.Tensor
+    ) -> None:
+        """Add this layer's calls: from the normed rows to the residual, normed again with the weight `following`."""
+        config, (key_cache, value_cache) = self._config, cache
+        heads, kv_heads, size, epsilon = self.num_heads, self.num_kv_heads, config.head_size, config.rms_norm_eps
+        query = space.qkv[:, : heads * size].unflatten(1, (heads, size))
+        attention_heads = space.attention.unflatten(1, (heads, size))
+        self.qkv.add_to(program, space.normed, space.qkv)
+        program.rope_and_store(space.qkv, key_cache, value_cache, heads, kv_heads)
+        program.paged_attention(attention_heads, query, key_cache, value_cache, size**-0.5, window=self.window)
+        self.attention_out.add_to(program, space.attention, space.residual, space.partial)
+        program.rms_norm(space.normed, space.residual, self.mlp_norm, epsilon)
+        self.gate_up.add_to(program, space.normed, space.activated)
+        self.down.add_to(program, space.activated, space.residual, space.partial)
+        program.rms_norm(space.normed, space.residual, following, epsilon)
+
     def load(self, weights: WeightReader) -> int:
         """Take this rank's weights; returns their bytes."""
-        shape = (self._hidden_size,)
+        shape = (self._config.hidden_size,)
         self.input_norm = weights.take(f"{self._prefix}.input_layernorm.weight", shape).to(self._context.device)
         self.mlp_norm = weights.take(f"{self._prefix}.post_attention_layernorm.weight", shape).to(self._context.device)
         for layer in (self.qkv, self.attention_out, self.gate_up, self.down):
@@ -99,7 +121,6 @@ class LlamaForCausalLM:
         self._config = config
         self._context = context
         self._layers = [LlamaLayer(config, context, index) for index in range(config.num_layers)]
-        self._scale = config.head_size**-0.5
         self.kv_spec = KVSpec(config.num_layers, self._layers[0].num_kv_heads, config.head_size)
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
@@ -133,45 +154,43 @@ class LlamaForCausalLM:
 
     def allocate(self, max_tokens: int, num_positions: int) -> None:
         """Allocate work buffers for steps of up to max_tokens and rotary tables for num_positions."""
+        self._max_tokens = max_tokens
+        self._program: Program | None = None
+        self._bound_cache: KVCache | None = None
         self._workspace = Workspace(self._config, self._context, max_tokens)
         self._rope = make_rope(self._config.rope, num_positions, max_tokens, self._rope_divisors)
 
+    def bind(self, cache: KVCache) -> Program:
+        """All kernel calls of a forward pass through `cache`."""
+        space = self._workspace
+        program = Program(self._max_tokens, self._config.rope.rotary_dim)
+        program.embedding(space.residual, self._embedding)
+        program.rms_norm(space.normed, space.residual, self._layers[0].input_norm, self._config.rms_norm_eps)
+        following = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
+        for layer, norm, keys, values in zip(self._layers, following, cache.keys, cache.values, strict=True):
+            layer.add_to(program, space, (keys, values), norm)
+        return program
+
     def forward(self, batch: StepBatch, cache: KVCache) -> torch.Tensor:
         """Hidden states after the last norm, [T, hidden_size]. Valid until the next call."""
-        config, space, tokens = self._config, self._workspace, batch.num_tokens
-        residual, normed, projected = space.residual[:tokens], space.normed[:tokens], space.projected[:tokens]
-        qkv, attention, activated = space.qkv[:tokens], space.attention[:tokens], space.activated[:tokens]
-        heads, kv_heads, size = self._layers[0].num_heads, self._layers[0].num_kv_heads, config.head_size
-        query = qkv[:, : heads * size].view(tokens, heads, size)
-        attention_heads = attention.view(tokens, heads, size)
-        positions, cos_sin = self._rope.select(batch)
-        epsilon = config.rms_norm_eps
+        if self._program is None or self._bound_cache is not cache:
+            self._program, self._bound_cache = self.bind(cache), cache
+        self._program.run(self.step_inputs(batch))
+        return self._workspace.normed[: batch.num_tokens]
 
-        kernels.embedding(residual, batch.token_ids, self._embedding)
-        kernels.rms_norm(normed, residual, self._layers[0].input_norm, epsilon)
-        for index, layer in enumerate(self._layers):
-            key_cache, value_cache = cache.keys[index], cache.values[index]
-            layer.qkv(normed, qkv)
-            kernels.rope_and_store(qkv, positions, cos_sin, key_cache, value_cache, batch.slot_mapping, heads, kv_heads)
-            kernels.paged_attention(
-                attention_heads,
-                query,
-                key_cache,
-                value_cache,
-                batch.block_table,
-                batch.seq_slots,
-                batch.query_start,
-                batch.context_lens,
-                self._scale,
-                window=layer.window,
-            )
-            layer.attention_out(attention, projected)
-            kernels.fused_add_rms_norm(normed, projected, residual, layer.mlp_norm, epsilon)
-            layer.gate_up(normed, activated)
-            layer.down(activated, projected)
-            following = self._layers[index + 1].input_norm if index + 1 < len(self._layers) else self._norm
-            kernels.fused_add_rms_norm(normed, projected, residual, following, epsilon)
-        return normed
+    def step_inputs(self, batch: StepBatch) -> StepInputs:
+        """What the program reads in a step."""
+        positions, cos_sin = self._rope.select(batch)
+        return StepInputs(
+            token_ids=batch.token_ids,
+            positions=positions,
+            cos_sin=cos_sin,
+            slot_mapping=batch.slot_mapping,
+            block_table=batch.block_table,
+            seq_slots=batch.seq_slots,
+            query_start=batch.query_start,
+            context_lens=batch.context_lens,
+        )
 
     def compute_logits(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
         """Write float32 logits [R, vocab_size] of hidden states [R, hidden_size]."""

@@ -22,6 +22,7 @@ struct RmsNormParams {
   int64_t out_stride, x_stride, residual_stride;
   float epsilon;
   DType dtype;
+  bool is_wide;  // x and residual are float32, whatever the dtype of out and weight
 };
 
 enum class RotaryLayout : int32_t {
@@ -96,6 +97,8 @@ struct GatherRowsParams {
   const void* ids;    // [num_rows] int32 or int64
   int64_t num_rows, num_table_rows, row_bytes, out_stride_bytes, table_stride_bytes;
   bool ids_are_int64;
+  bool is_widening;  // out is float32, table is of dtype; row_bytes are the table's
+  DType dtype;       // of the table; read where is_widening
 };
 
 // Copies whole blocks inside each layer's caches, in order. caches: 2 * num_layers base addresses.
