@@ -251,6 +251,16 @@ void copy_blocks(const std::vector<Address>& caches, const std::vector<int64_t>&
   raise_on(pagemill_copy_blocks(&p));
 }
 
+void dequantize(Address out, Address blocks, int64_t num_blocks, int type) {
+  const DequantizeParams p = {pointer<float>(out), pointer<void>(blocks), num_blocks, static_cast<BlockType>(type)};
+  int error;
+  {
+    py::gil_scoped_release release;
+    error = pagemill_dequantize(&p);
+  }
+  raise_on(error);
+}
+
 struct Sample {
   SampleParams params{};
 
@@ -375,6 +385,7 @@ PYBIND11_MODULE(_C, module) {
       .def(py::init<int64_t, int64_t, int64_t, int32_t, int>())
       .def("run", &TokenLogprobs::run);
   module.def("copy_blocks", &copy_blocks);
+  module.def("dequantize", &dequantize);
 #if defined(PAGEMILL_HAVE_LINEAR)
   bind_linear(module);
   bind_program(module);

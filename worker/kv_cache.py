@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from pagemill.errors import ConfigError
@@ -65,11 +69,30 @@ def allocate_cache(spec: KVSpec, dtype: torch.dtype, block_size: int, num_blocks
     shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_size)
     total_bytes = spec.bytes_per_token(dtype) * block_size * num_blocks
     try:
-        keys = [torch.zeros(shape, dtype=dtype, device=device.torch_device) for _ in range(spec.num_layers)]
-        values = [torch.zeros(shape, dtype=dtype, device=device.torch_device) for _ in range(spec.num_layers)]
-    except RuntimeError as error:
+        if total_bytes > available_bytes():
+            raise MemoryError
+        keys = [_zeros(shape, dtype).to(device.torch_device) for _ in range(spec.num_layers)]
+        values = [_zeros(shape, dtype).to(device.torch_device) for _ in range(spec.num_layers)]
+    except (MemoryError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"the KV cache of {num_blocks} blocks needs {total_bytes} bytes, which are not available",
             field="num_blocks",
         ) from error
     return KVCache(keys, values, block_size, num_blocks)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in pages that the system backs when they are first used: to write them all would cost half the start."""
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def available_bytes() -> int:
+    """Memory that the system can give without swapping; more than any size where that cannot be read."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return sys.maxsize
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return sys.maxsize

@@ -19,7 +19,7 @@ from worker.device import dtype_from_name, dtype_name, pick_device, pick_dtype
 from worker.kv_cache import allocate_cache, choose_num_blocks
 from worker.layers.context import LayerContext
 from worker.loader import WeightReader, model_fingerprint, open_source
-from worker.models import resolve
+from worker.models import CausalLM, resolve
 from worker.sampler import Sampler, prompt_logprobs
 from worker.slots import IntArray, SlotTable
 
@@ -94,6 +94,11 @@ class ModelRunner:
             self.capacity.kv_bytes_per_token,
             max_model_len,
         )
+
+    @property
+    def model(self) -> CausalLM:
+        """The loaded model."""
+        return self._model
 
     def _max_model_len(self, settings: WorkerSettings) -> int:
         longest = self._model.max_positions

@@ -34,6 +34,7 @@ from worker.kernels.platform import (  # noqa: E402
     set_cpu_isa,
     set_num_threads,
 )
+from worker.kernels.quantization import dequantize  # noqa: E402
 from worker.kernels.sampling import SamplingBatch, sample, token_logprobs  # noqa: E402
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "best_cpu_isa",
     "copy_blocks",
     "cpu_isa",
+    "dequantize",
     "embedding",
     "fused_add_rms_norm",
     "gather_rows",

@@ -18,6 +18,8 @@ from gguf.quants import dequantize
 
 from pagemill.errors import ModelLoadError
 from pagemill.gguf_file import GgufTensor, read_gguf_head
+from worker import kernels
+from worker.kernels.quantization import BLOCK_BYTES
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -86,7 +88,8 @@ class GgufSource:
         self._tensors: dict[str, tuple[Path, str, GgufTensor]] = {}
         heads = [read_gguf_head(file) for file in self.files]
         for file, head in zip(self.files, heads, strict=True):
-            self._maps[file] = np.memmap(file, dtype=np.uint8, mode="r")
+            # Copy on write, since torch knows no read-only tensors; nothing writes.
+            self._maps[file] = np.memmap(file, dtype=np.uint8, mode="c")
             for name, tensor in head.tensors.items():
                 self._check_extent(file, name, tensor)
                 self._tensors[hf_name(name)] = (file, name, tensor)
@@ -132,20 +135,24 @@ class GgufSource:
         byte_shape = self._byte_shape(file, stored_name, tensor)
         start = tensor.offset_bytes
         data = np.asarray(self._maps[file][start : start + math.prod(byte_shape)]).reshape(byte_shape)
-        values = self._dequantize(file, stored_name, data, gguf.GGMLQuantizationType(tensor.ggml_type))
+        values = self._dequantize(file, stored_name, data, tensor)
         num_heads = self._num_heads.get(name.split(".")[-2])
         if num_heads:
             values = half_split_rows(values, num_heads)
-        return torch.from_numpy(np.array(values[index], dtype=np.float32, order="C"))
+        return torch.from_numpy(np.ascontiguousarray(values[index], dtype=np.float32))
 
     @staticmethod
-    def _dequantize(
-        file: Path, name: str, data: np.ndarray[Any, Any], kind: gguf.GGMLQuantizationType
-    ) -> np.ndarray[Any, Any]:
+    def _dequantize(file: Path, name: str, data: np.ndarray[Any, Any], tensor: GgufTensor) -> np.ndarray[Any, Any]:
+        """Values of a tensor, never a view of the file."""
+        if tensor.ggml_type in BLOCK_BYTES:
+            out = torch.empty(tensor.shape, dtype=torch.float32)
+            kernels.dequantize(out, torch.from_numpy(data), tensor.ggml_type)
+            return out.numpy()
+        kind = gguf.GGMLQuantizationType(tensor.ggml_type)
         if kind == gguf.GGMLQuantizationType.F64:
             return data.view(np.float64)
         try:
             values: np.ndarray[Any, Any] = dequantize(data, kind)
         except NotImplementedError as error:
             raise ModelLoadError(f"{file}: tensor {name} has type {kind.name}, which is not supported") from error
-        return values
+        return values.copy() if kind == gguf.GGMLQuantizationType.F32 else values

@@ -19,5 +19,6 @@ int pagemill_activation_and_mul(const pagemill::ActivationParams* params);
 int pagemill_gather_rows(const pagemill::GatherRowsParams* params);
 int pagemill_copy_blocks(const pagemill::CopyBlocksParams* params);
 int pagemill_sample(const pagemill::SampleParams* params);
+int pagemill_dequantize(const pagemill::DequantizeParams* params);
 int pagemill_token_logprobs(const pagemill::TokenLogprobsParams* params);
 }

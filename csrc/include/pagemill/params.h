@@ -157,4 +157,15 @@ struct TokenLogprobsParams {
   DType dtype;
 };
 
+// Types of quantised weights in GGUF files, by their numbers there. A block is 32 weights.
+enum class BlockType : int32_t { kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8 };
+
+// Weights as float32, rounded as scale * number + minimum in float32.
+struct DequantizeParams {
+  float* out;          // [num_blocks * 32]
+  const void* blocks;  // [num_blocks], not aligned
+  int64_t num_blocks;
+  BlockType type;
+};
+
 }  // namespace pagemill
