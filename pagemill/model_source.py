@@ -165,7 +165,7 @@ def _config_from_gguf(path: Path) -> dict[str, Any]:
     hidden_size = int(need("embedding_length"))
     head_dim = int(metadata.get(f"{architecture}.attention.key_length", hidden_size // num_heads))
     model_type, class_name = _GGUF_ARCHITECTURES.get(architecture, (architecture, architecture))
-    rope = _gguf_rope(architecture, metadata, "rope_freqs.weight" in tensors, path)
+    rope = _gguf_rope(architecture, metadata, path)
     eos = [metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")]
     eos_ids = sorted({int(token_id) for token_id in eos if token_id is not None})
     if "token_embd.weight" not in tensors:
@@ -201,8 +201,11 @@ def _required(metadata: dict[str, Any], key: str, path: Path) -> Any:
     return metadata[key]
 
 
-def _gguf_rope(architecture: str, metadata: dict[str, Any], has_factor_tensor: bool, path: Path) -> dict[str, Any]:
-    """rope_parameters; scalings that cannot be expressed are refused rather than computed wrongly."""
+def _gguf_rope(architecture: str, metadata: dict[str, Any], path: Path) -> dict[str, Any]:
+    """rope_parameters; scalings that cannot be expressed are refused rather than computed wrongly.
+
+    Llama 3's scaling is a tensor of the file, rope_freqs.weight, which the worker reads with the weights.
+    """
     rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": float(metadata.get(f"{architecture}.rope.freq_base", 10000.0)),
@@ -210,10 +213,9 @@ def _gguf_rope(architecture: str, metadata: dict[str, Any], has_factor_tensor: b
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
     if scaling == "linear":
         rope |= {"rope_type": "linear", "factor": float(metadata.get(f"{architecture}.rope.scaling.factor", 1.0))}
-    elif scaling != "none" or has_factor_tensor:
-        kind = "rope_freqs.weight" if scaling == "none" else scaling
+    elif scaling != "none":
         raise ModelLoadError(
-            f"{str(path)!r} scales rotary positions by {kind!r}, which is supported from a Hugging Face directory only",
+            f"{str(path)!r} scales rotary positions by {scaling!r}: supported from a Hugging Face directory only",
             field="model",
         )
     return rope

@@ -17,9 +17,9 @@ MAX_MESSAGE_BYTES: int = 64 << 20
 FIELD_TRAILER = "pagemill-field"
 RETRY_AFTER_TRAILER = "retry-after-ms"
 
-# A status message travels in one HTTP/2 header; peers refuse header lists over 8 KiB by default, and percent-encoding
-# may triple it.
-_MAX_DETAILS_CHARS = 1500
+# A status message travels percent-encoded in an HTTP/2 header, three bytes for each byte that is not plain ASCII; peers
+# may refuse header lists over 8 KiB.
+_MAX_DETAILS_BYTES = 4096
 
 _STATUS_BY_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
@@ -90,7 +90,7 @@ def bind(server: grpc.aio.Server, host: str, port: int) -> int:
 
 
 class Health:
-    """grpc.health.v1 and server reflection of one server. Not serving until told so."""
+    """grpc.health.v1 and server reflection of one server. Call `set_serving(False)` before a start that takes time."""
 
     def __init__(self) -> None:
         from grpc_health.v1 import health
@@ -116,6 +116,16 @@ class Health:
             await self._servicer.set(name, status)
 
 
+def _cut_details(message: str) -> str:
+    """As much of the beginning as fits into a header."""
+    room = _MAX_DETAILS_BYTES
+    for length, char in enumerate(message):
+        room -= 1 if " " <= char <= "~" and char != "%" else 3 * len(char.encode(errors="replace"))
+        if room < 0:
+            return message[:length]
+    return message
+
+
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PagemillError) -> NoReturn:
     """End a call with the error's code and message, its field and retry hint in the trailers."""
     trailers: list[tuple[str, str]] = []
@@ -124,7 +134,7 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Pagemil
     if error.retry_after_ms:
         trailers.append((RETRY_AFTER_TRAILER, str(error.retry_after_ms)))
     await context.abort(
-        _STATUS_BY_NUMBER[error.grpc_code], error.message[:_MAX_DETAILS_CHARS], trailing_metadata=tuple(trailers)
+        _STATUS_BY_NUMBER[error.grpc_code], _cut_details(error.message), trailing_metadata=tuple(trailers)
     )
     raise AssertionError("abort returns never")
 

@@ -128,3 +128,4 @@ class WorkerCapacity:
     vocab_size: int
     max_step_tokens: int
     kv_bytes_per_token: int = 0
+    shares_prefixes: bool = True  # KV of equal prefixes is equal: not where rotary scaling follows the prompt length

@@ -37,7 +37,7 @@ class StepPlanner:
         self._block_size = capacity.block_size
         self._num_blocks = capacity.num_blocks
         self._max_tokens = min(limits.max_num_batched_tokens, capacity.max_step_tokens)
-        self._caches_prefixes = limits.enable_prefix_caching
+        self._caches_prefixes = limits.enable_prefix_caching and capacity.shares_prefixes
         self._max_overtakes = limits.max_overtakes
         self._blocks = blocks
         self._counters = counters

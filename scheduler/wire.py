@@ -119,6 +119,7 @@ def capacity_from_hello(hello: worker_pb2.WorkerHello) -> WorkerCapacity:
         vocab_size=hello.vocab_size,
         max_step_tokens=hello.max_step_tokens,
         kv_bytes_per_token=hello.kv_bytes_per_token,
+        shares_prefixes=not hello.kv_depends_on_prompt_length,
     )
 
 

@@ -72,6 +72,7 @@ class ModelRunner:
             vocab_size=self._model.vocab_size,
             max_step_tokens=settings.max_num_batched_tokens,
             kv_bytes_per_token=self._model.kv_spec.bytes_per_token(self.dtype),
+            shares_prefixes=not self._model.kv_depends_on_prompt_length,
         )
         self._model.allocate(settings.max_num_batched_tokens, max_model_len)
         self._cache = allocate_cache(self._model.kv_spec, self.dtype, settings.block_size, num_blocks, self.device)

@@ -121,6 +121,7 @@ def hello_to_proto(
             max_step_tokens=capacity.max_step_tokens,
             device=device,
             kv_bytes_per_token=capacity.kv_bytes_per_token,
+            kv_depends_on_prompt_length=not capacity.shares_prefixes,
         )
     )
 

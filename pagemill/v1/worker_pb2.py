@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pagemill.v1 import common_pb2 as pagemill_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pagemill/v1/worker.proto\x12\x0bpagemill.v1\x1a\x18pagemill/v1/common.proto\"\xa1\x01\n\rWorkerMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.pagemill.v1.WorkerHelloH\x00\x12)\n\x06result\x18\x02 \x01(\x0b\x32\x17.pagemill.v1.StepResultH\x00\x12/\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x1b.pagemill.v1.WorkerDrainingH\x00\x42\t\n\x07message\"\xb7\x02\n\x0bWorkerHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\r\n\x05group\x18\x05 \x01(\t\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\x12\n\nworld_size\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x11\n\tnum_slots\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\r \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x0e \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x0f \x01(\x04\"\x8b\x02\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x19\n\x11sampled_token_ids\x18\x03 \x03(\r\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.pagemill.v1.SampleLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1a.pagemill.v1.ChunkLogprobs\x12*\n\x08\x66\x61ilures\x18\x06 \x03(\x0b\x32\x18.pagemill.v1.SlotFailure\x12\x12\n\nforward_ns\x18\x07 \x01(\x04\x12\x11\n\tsample_ns\x18\x08 \x01(\x04\x12\x0e\n\x06gap_ns\x18\t \x01(\x04\"P\n\x0eSampleLogprobs\x12\x10\n\x08position\x18\x01 \x01(\r\x12,\n\x07\x63olumns\x18\x02 \x01(\x0b\x32\x1b.pagemill.v1.LogprobColumns\"c\n\rChunkLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12,\n\x07\x63olumns\x18\x03 \x01(\x0b\x32\x1b.pagemill.v1.LogprobColumns\">\n\x0bSlotFailure\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.pagemill.v1.Error\" \n\x0eWorkerDraining\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xb4\x01\n\x0bStepMessage\x12)\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x15.pagemill.v1.AttachedH\x00\x12!\n\x04step\x18\x02 \x01(\x0b\x32\x11.pagemill.v1.StepH\x00\x12#\n\x05\x64rain\x18\x03 \x01(\x0b\x32\x12.pagemill.v1.DrainH\x00\x12\'\n\x07profile\x18\x04 \x01(\x0b\x32\x14.pagemill.v1.ProfileH\x00\x42\t\n\x07message\"e\n\x08\x41ttached\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x14\n\x0cscheduler_id\x18\x02 \x01(\t\x12\x1e\n\x16max_num_batched_tokens\x18\x03 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\"\x96\x02\n\x04Step\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x16\n\x0ereleased_slots\x18\x03 \x03(\r\x12/\n\rnew_sequences\x18\x04 \x03(\x0b\x32\x18.pagemill.v1.NewSequence\x12\r\n\x05slots\x18\x05 \x03(\r\x12\x12\n\nnum_tokens\x18\x06 \x03(\r\x12\x0e\n\x06sample\x18\x07 \x03(\x08\x12\x18\n\x10new_block_counts\x18\x08 \x03(\r\x12\x15\n\rnew_block_ids\x18\t \x03(\r\x12\x14\n\x0c\x63opy_sources\x18\n \x03(\r\x12\x19\n\x11\x63opy_destinations\x18\x0b \x03(\r\x12\x13\n\x0btrace_links\x18\x0c \x03(\t\"\xc9\x01\n\x0bNewSequence\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.pagemill.v1.SamplingParams\x12\x1f\n\x17masked_until_min_tokens\x18\x07 \x03(\r\"\x07\n\x05\x44rain\"\x1c\n\x07Profile\x12\x11\n\tnum_steps\x18\x01 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pagemill/v1/worker.proto\x12\x0bpagemill.v1\x1a\x18pagemill/v1/common.proto\"\xa1\x01\n\rWorkerMessage\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.pagemill.v1.WorkerHelloH\x00\x12)\n\x06result\x18\x02 \x01(\x0b\x32\x17.pagemill.v1.StepResultH\x00\x12/\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x1b.pagemill.v1.WorkerDrainingH\x00\x42\t\n\x07message\"\xdc\x02\n\x0bWorkerHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\t\x12\r\n\x05group\x18\x05 \x01(\t\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\x12\n\nworld_size\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x11\n\tnum_slots\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\r \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x0e \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x0f \x01(\x04\x12#\n\x1bkv_depends_on_prompt_length\x18\x10 \x01(\x08\"\x8b\x02\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x19\n\x11sampled_token_ids\x18\x03 \x03(\r\x12-\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1b.pagemill.v1.SampleLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1a.pagemill.v1.ChunkLogprobs\x12*\n\x08\x66\x61ilures\x18\x06 \x03(\x0b\x32\x18.pagemill.v1.SlotFailure\x12\x12\n\nforward_ns\x18\x07 \x01(\x04\x12\x11\n\tsample_ns\x18\x08 \x01(\x04\x12\x0e\n\x06gap_ns\x18\t \x01(\x04\"P\n\x0eSampleLogprobs\x12\x10\n\x08position\x18\x01 \x01(\r\x12,\n\x07\x63olumns\x18\x02 \x01(\x0b\x32\x1b.pagemill.v1.LogprobColumns\"c\n\rChunkLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12,\n\x07\x63olumns\x18\x03 \x01(\x0b\x32\x1b.pagemill.v1.LogprobColumns\">\n\x0bSlotFailure\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12!\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x12.pagemill.v1.Error\" \n\x0eWorkerDraining\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xb4\x01\n\x0bStepMessage\x12)\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x15.pagemill.v1.AttachedH\x00\x12!\n\x04step\x18\x02 \x01(\x0b\x32\x11.pagemill.v1.StepH\x00\x12#\n\x05\x64rain\x18\x03 \x01(\x0b\x32\x12.pagemill.v1.DrainH\x00\x12\'\n\x07profile\x18\x04 \x01(\x0b\x32\x14.pagemill.v1.ProfileH\x00\x42\t\n\x07message\"e\n\x08\x41ttached\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x14\n\x0cscheduler_id\x18\x02 \x01(\t\x12\x1e\n\x16max_num_batched_tokens\x18\x03 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\"\x96\x02\n\x04Step\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x16\n\x0ereleased_slots\x18\x03 \x03(\r\x12/\n\rnew_sequences\x18\x04 \x03(\x0b\x32\x18.pagemill.v1.NewSequence\x12\r\n\x05slots\x18\x05 \x03(\r\x12\x12\n\nnum_tokens\x18\x06 \x03(\r\x12\x0e\n\x06sample\x18\x07 \x03(\x08\x12\x18\n\x10new_block_counts\x18\x08 \x03(\r\x12\x15\n\rnew_block_ids\x18\t \x03(\r\x12\x14\n\x0c\x63opy_sources\x18\n \x03(\r\x12\x19\n\x11\x63opy_destinations\x18\x0b \x03(\r\x12\x13\n\x0btrace_links\x18\x0c \x03(\t\"\xc9\x01\n\x0bNewSequence\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.pagemill.v1.SamplingParams\x12\x1f\n\x17masked_until_min_tokens\x18\x07 \x03(\r\"\x07\n\x05\x44rain\"\x1c\n\x07Profile\x12\x11\n\tnum_steps\x18\x01 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,27 +35,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERMESSAGE']._serialized_start=68
   _globals['_WORKERMESSAGE']._serialized_end=229
   _globals['_WORKERHELLO']._serialized_start=232
-  _globals['_WORKERHELLO']._serialized_end=543
-  _globals['_STEPRESULT']._serialized_start=546
-  _globals['_STEPRESULT']._serialized_end=813
-  _globals['_SAMPLELOGPROBS']._serialized_start=815
-  _globals['_SAMPLELOGPROBS']._serialized_end=895
-  _globals['_CHUNKLOGPROBS']._serialized_start=897
-  _globals['_CHUNKLOGPROBS']._serialized_end=996
-  _globals['_SLOTFAILURE']._serialized_start=998
-  _globals['_SLOTFAILURE']._serialized_end=1060
-  _globals['_WORKERDRAINING']._serialized_start=1062
-  _globals['_WORKERDRAINING']._serialized_end=1094
-  _globals['_STEPMESSAGE']._serialized_start=1097
-  _globals['_STEPMESSAGE']._serialized_end=1277
-  _globals['_ATTACHED']._serialized_start=1279
-  _globals['_ATTACHED']._serialized_end=1380
-  _globals['_STEP']._serialized_start=1383
-  _globals['_STEP']._serialized_end=1661
-  _globals['_NEWSEQUENCE']._serialized_start=1664
-  _globals['_NEWSEQUENCE']._serialized_end=1865
-  _globals['_DRAIN']._serialized_start=1867
-  _globals['_DRAIN']._serialized_end=1874
-  _globals['_PROFILE']._serialized_start=1876
-  _globals['_PROFILE']._serialized_end=1904
+  _globals['_WORKERHELLO']._serialized_end=580
+  _globals['_STEPRESULT']._serialized_start=583
+  _globals['_STEPRESULT']._serialized_end=850
+  _globals['_SAMPLELOGPROBS']._serialized_start=852
+  _globals['_SAMPLELOGPROBS']._serialized_end=932
+  _globals['_CHUNKLOGPROBS']._serialized_start=934
+  _globals['_CHUNKLOGPROBS']._serialized_end=1033
+  _globals['_SLOTFAILURE']._serialized_start=1035
+  _globals['_SLOTFAILURE']._serialized_end=1097
+  _globals['_WORKERDRAINING']._serialized_start=1099
+  _globals['_WORKERDRAINING']._serialized_end=1131
+  _globals['_STEPMESSAGE']._serialized_start=1134
+  _globals['_STEPMESSAGE']._serialized_end=1314
+  _globals['_ATTACHED']._serialized_start=1316
+  _globals['_ATTACHED']._serialized_end=1417
+  _globals['_STEP']._serialized_start=1420
+  _globals['_STEP']._serialized_end=1698
+  _globals['_NEWSEQUENCE']._serialized_start=1701
+  _globals['_NEWSEQUENCE']._serialized_end=1902
+  _globals['_DRAIN']._serialized_start=1904
+  _globals['_DRAIN']._serialized_end=1911
+  _globals['_PROFILE']._serialized_start=1913
+  _globals['_PROFILE']._serialized_end=1941
 # @@protoc_insertion_point(module_scope)

@@ -18,7 +18,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., draining: _Optional[_Union[WorkerDraining, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("worker_id", "version", "model", "model_fingerprint", "group", "rank", "world_size", "num_blocks", "block_size", "num_slots", "max_model_len", "vocab_size", "max_step_tokens", "device", "kv_bytes_per_token")
+    __slots__ = ("worker_id", "version", "model", "model_fingerprint", "group", "rank", "world_size", "num_blocks", "block_size", "num_slots", "max_model_len", "vocab_size", "max_step_tokens", "device", "kv_bytes_per_token", "kv_depends_on_prompt_length")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class WorkerHello(_message.Message):
     MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    KV_DEPENDS_ON_PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     version: str
     model: str
@@ -49,7 +50,8 @@ class WorkerHello(_message.Message):
     max_step_tokens: int
     device: str
     kv_bytes_per_token: int
-    def __init__(self, worker_id: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., device: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ...) -> None: ...
+    kv_depends_on_prompt_length: bool
+    def __init__(self, worker_id: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., group: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., device: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_depends_on_prompt_length: bool = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("epoch", "step", "sampled_token_ids", "logprobs", "prompt_logprobs", "failures", "forward_ns", "sample_ns", "gap_ns")

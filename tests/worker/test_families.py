@@ -182,6 +182,11 @@ def write_gguf(model: Any, path: Path, architecture: str) -> None:
     kind = gguf.MODEL_ARCH.LLAMA if architecture == "llama" else gguf.MODEL_ARCH.QWEN2
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    if config.rope_parameters["rope_type"] == "llama3":
+        dims = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+        plain = config.rope_parameters["rope_theta"] ** -dims
+        divisors = plain / model.model.rotary_emb.inv_freq.double().numpy()
+        writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
     for name, tensor in model.state_dict().items():
         values = tensor.numpy()
         num_heads = heads.get(name.split(".")[-2])
@@ -199,6 +204,12 @@ def write_gguf(model: Any, path: Path, architecture: str) -> None:
 def test_md10_gguf_files_match_transformers(architecture: str, tmp_path: Path) -> None:
     model = tiny_model("LlamaForCausalLM" if architecture == "llama" else "Qwen2ForCausalLM")
     write_gguf(model, tmp_path / "tiny.gguf", architecture)
+    assert_same_model(model, tmp_path / "tiny.gguf")
+
+
+def test_a_gguf_file_of_llama_3_carries_its_rotary_scaling_as_a_tensor(tmp_path: Path) -> None:
+    model = tiny_model("LlamaForCausalLM", rope_parameters=LLAMA3_ROPE)
+    write_gguf(model, tmp_path / "tiny.gguf", "llama")
     assert_same_model(model, tmp_path / "tiny.gguf")
 
 
