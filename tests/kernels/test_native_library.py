@@ -1,6 +1,8 @@
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,11 @@ def test_a_missing_or_broken_library_is_named_with_the_command_that_builds_it(tm
     module = next((source / "kernels").glob("_C*.so"))
     if present:
         (tmp_path / "worker/kernels" / module.name).write_bytes(b"not a library")
-    done = subprocess.run([sys.executable, "-c", PROBE], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    # Without site's start-up files, by which an editable install would bring in the working library.
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), sysconfig.get_path("purelib")])}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", PROBE], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
     assert str(tmp_path / "worker/kernels" / module.name) in done.stdout, done.stderr
     assert "pip install --no-build-isolation -e ." in done.stdout
 
