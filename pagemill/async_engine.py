@@ -26,7 +26,7 @@ from pagemill.errors import (
     PagemillError,
     UnavailableError,
 )
-from pagemill.local_engine import EngineEvent, LocalEngine, Prompt
+from pagemill.local_engine import EngineEvent, LocalEngine
 from pagemill.outputs import RequestOutput
 from pagemill.sampling_params import SamplingParams
 
@@ -119,7 +119,7 @@ class AsyncLLMEngine:
         if len(given) != 1:
             raise InvalidRequestError("exactly one of prompt, prompt_token_ids and messages is needed", field="prompt")
         if prompt_token_ids is not None:
-            made = Prompt(list(prompt_token_ids))
+            made = engine.token_prompt(prompt_token_ids)
         else:
             made = engine.completion_prompt(prompt) if prompt is not None else engine.chat_prompt(messages or [])
         stream = _Stream(asyncio.get_running_loop(), RequestOutput(request_id))
@@ -156,8 +156,10 @@ class AsyncLLMEngine:
                 stream.has_news.clear()
                 if stream.error is not None:
                     raise stream.error
-                yield copy.deepcopy(stream.whole)
-                if stream.whole.finished:
+                output = copy.deepcopy(stream.whole)
+                yield output
+                # Not `whole`: it may have finished while the reader held this one, and the last is still to come.
+                if output.finished:
                     return
         finally:
             self._streams.pop(request_id, None)

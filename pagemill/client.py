@@ -21,7 +21,7 @@ from typing import Any, Self
 import grpc
 
 from pagemill.client_wire import ChatTurn, RequestBuilder, ResponseReader
-from pagemill.errors import UnavailableError
+from pagemill.errors import InvalidRequestError, UnavailableError
 from pagemill.outputs import RequestOutput
 from pagemill.rpc import aio_channel, error_from_rpc, sync_channel
 from pagemill.sampling_params import SamplingParams
@@ -70,6 +70,7 @@ class Client:
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
         self._requests = RequestBuilder(model)
         self._call_options = _call_options(api_key, timeout_s)
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +81,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends all calls in progress and closes the channel."""
+        """Ends all calls in progress and closes the channel; later calls get UnavailableError."""
+        self._closed = True
         self._channel.close()
 
     def generate(
@@ -95,6 +97,7 @@ class Client:
         """Continues `prompt` (text or token ids) and returns the whole output.
 
         Raises:
+            InvalidRequestError: an argument can never be sent, such as text that is no Unicode; it is named.
             PagemillError: what the router answered, such as InvalidRequestError, OverloadedError, UnavailableError.
         """
         request = self._requests.generate(prompt, sampling_params, request_id, priority, cache_salt, final_only=True)
@@ -154,14 +157,22 @@ class Client:
         """Models that the router serves."""
         return _models(self._unary(self._stub.ListModels, inference_pb2.ListModelsRequest()))
 
-    def _unary(self, method: Any, request: Any) -> Any:
+    def _call(self, method: Any, request: Any) -> Any:
+        if self._closed:
+            raise UnavailableError("this client is closed")
         try:
             return method(request, **self._call_options)
+        except ValueError as error:  # grpc's word for a channel that another thread has just closed
+            raise UnavailableError("this client is closed") from error
+
+    def _unary(self, method: Any, request: Any) -> Any:
+        try:
+            return self._call(method, request)
         except grpc.RpcError as error:
             raise error_from_rpc(error) from error
 
     def _stream(self, method: Any, request: Any) -> Iterator[RequestOutput]:
-        call = method(request, **self._call_options)
+        call = self._call(method, request)
         reader = ResponseReader(request)
         try:
             for response in call:
@@ -187,6 +198,7 @@ class AsyncClient:
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
         self._requests = RequestBuilder(model)
         self._call_options = _call_options(api_key, timeout_s)
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -197,7 +209,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends all calls in progress and closes the channel."""
+        """Ends all calls in progress and closes the channel; later calls get UnavailableError."""
+        self._closed = True
         await self._channel.close()
 
     async def generate(
@@ -212,6 +225,7 @@ class AsyncClient:
         """Continues `prompt` (text or token ids) and returns the whole output; cancelling the task aborts the request.
 
         Raises:
+            InvalidRequestError: an argument can never be sent, such as text that is no Unicode; it is named.
             PagemillError: what the router answered, such as InvalidRequestError, OverloadedError, UnavailableError.
         """
         request = self._requests.generate(prompt, sampling_params, request_id, priority, cache_salt, final_only=True)
@@ -271,14 +285,19 @@ class AsyncClient:
         """Models that the router serves."""
         return _models(await self._unary(self._stub.ListModels, inference_pb2.ListModelsRequest()))
 
+    def _call(self, method: Any, request: Any) -> Any:
+        if self._closed:
+            raise UnavailableError("this client is closed")
+        return method(request, **self._call_options)
+
     async def _unary(self, method: Any, request: Any) -> Any:
         try:
-            return await method(request, **self._call_options)
+            return await self._call(method, request)
         except grpc.RpcError as error:
             raise error_from_rpc(error) from error
 
     async def _stream(self, method: Any, request: Any) -> AsyncIterator[RequestOutput]:
-        call = method(request, **self._call_options)
+        call = self._call(method, request)
         reader = ResponseReader(request)
         try:
             async for response in call:
@@ -290,6 +309,8 @@ class AsyncClient:
 
 
 def _call_options(api_key: str, timeout_s: float) -> dict[str, Any]:
+    if not isinstance(api_key, str) or not (api_key.isascii() and api_key.isprintable()):
+        raise InvalidRequestError("api_key must be printable ASCII", field="api_key")
     metadata = (("authorization", f"Bearer {api_key}"),) if api_key else None
     return {"timeout": timeout_s, "metadata": metadata}
 

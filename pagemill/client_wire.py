@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from pagemill.errors import InvalidRequestError
@@ -26,7 +27,7 @@ class RequestBuilder:
     """Python values to request messages, and the bad ones to errors before a call is made."""
 
     def __init__(self, model: str) -> None:
-        self._model = model
+        self._model = _text(model, "model")
 
     def generate(
         self,
@@ -41,13 +42,17 @@ class RequestBuilder:
         request = inference_pb2.GenerateRequest(
             model=self._model,
             sampling=_sampling(sampling_params),
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
+            request_id=_text(request_id, "request_id"),
+            priority=_priority(priority),
+            cache_salt=_text(cache_salt, "cache_salt"),
             final_only=final_only,
         )
         if isinstance(prompt, str):
-            request.text = prompt
+            request.text = _text(prompt, "prompt")
+        elif not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
+            raise InvalidRequestError(
+                f"prompt is {type(prompt).__name__}, must be a text or a list of token ids", field="prompt"
+            )
         else:
             request.token_ids.ids.extend(_checked_ids(prompt, "prompt"))
         return request
@@ -62,18 +67,24 @@ class RequestBuilder:
         *,
         final_only: bool,
     ) -> inference_pb2.ChatRequest:
+        if not isinstance(messages, Iterable) or isinstance(messages, str | bytes | Mapping):
+            raise InvalidRequestError(
+                f"messages is {type(messages).__name__}, must be a list of messages", field="messages"
+            )
         return inference_pb2.ChatRequest(
             model=self._model,
             messages=[_chat_message(at, turn) for at, turn in enumerate(messages)],
             sampling=_sampling(sampling_params),
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
+            request_id=_text(request_id, "request_id"),
+            priority=_priority(priority),
+            cache_salt=_text(cache_salt, "cache_salt"),
             final_only=final_only,
         )
 
     def tokenize(self, text: str, add_special_tokens: bool) -> inference_pb2.TokenizeRequest:
-        return inference_pb2.TokenizeRequest(model=self._model, text=text, add_special_tokens=add_special_tokens)
+        return inference_pb2.TokenizeRequest(
+            model=self._model, text=_text(text, "text"), add_special_tokens=add_special_tokens
+        )
 
     def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool) -> inference_pb2.DetokenizeRequest:
         return inference_pb2.DetokenizeRequest(
@@ -152,31 +163,63 @@ def _metrics(timings: common_pb2.Timings) -> RequestMetrics:
 def _sampling(params: SamplingParams | None) -> common_pb2.SamplingParams | None:
     if params is None:
         return None  # left out of the message, so that the router's defaults hold
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(
+            f"sampling_params is {type(params).__name__}, must be SamplingParams", field="sampling_params"
+        )
     params.validate()
+    for stop in params.stop_strings:
+        _text(stop, "stop")
     return to_proto(params)
 
 
+def _text(value: object, field: str) -> str:
+    """A string that a message can hold."""
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{field} must be a string, not {type(value).__name__}", field=field)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(f"{field} is no valid Unicode text: it holds lone surrogates", field=field) from None
+    return value
+
+
+def _priority(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -(1 << 31) <= value < 1 << 31:
+        raise InvalidRequestError(f"priority is {value!r:.80}, must be a 32-bit integer", field="priority")
+    return value
+
+
 def _checked_ids(token_ids: Iterable[int], field: str) -> list[int]:
+    if not isinstance(token_ids, Iterable) or isinstance(token_ids, str | bytes | Mapping):
+        raise InvalidRequestError(f"{field} is {type(token_ids).__name__}, must be a list of token ids", field=field)
     ids = list(token_ids)
     for at, token_id in enumerate(ids):
-        if not isinstance(token_id, int) or not 0 <= token_id < 1 << 32:
-            raise InvalidRequestError(f"{field}[{at}] must be a token id, not {token_id!r}", field=f"{field}[{at}]")
-    return ids
+        if isinstance(token_id, bool) or not isinstance(token_id, Integral) or not 0 <= token_id < 1 << 32:
+            raise InvalidRequestError(f"{field}[{at}] must be a token id, not {token_id!r:.80}", field=f"{field}[{at}]")
+    return [int(token_id) for token_id in ids]
 
 
 def _chat_message(at: int, turn: ChatTurn) -> inference_pb2.ChatMessage:
+    where = f"messages[{at}]"
+    if not isinstance(turn, Mapping):
+        raise InvalidRequestError(f"{where} is {type(turn).__name__}, must be a map with role and content", field=where)
     role, content = turn.get("role"), turn.get("content")
-    if not isinstance(role, str) or not role:
-        raise InvalidRequestError(f"messages[{at}].role must be a string", field=f"messages[{at}].role")
-    if content is not None and not isinstance(content, str):
-        raise InvalidRequestError(f"messages[{at}].content must be a string", field=f"messages[{at}].content")
-    tool_calls = turn.get("tool_calls")
+    if not role:
+        raise InvalidRequestError(f"{where}.role must be a string", field=f"{where}.role")
     message = inference_pb2.ChatMessage(
-        role=role,
-        name=turn.get("name") or "",
-        tool_calls_json=json.dumps(tool_calls) if tool_calls else "",
-        tool_call_id=turn.get("tool_call_id") or "",
+        role=_text(role, f"{where}.role"),
+        name=_text(turn.get("name") or "", f"{where}.name"),
+        tool_calls_json=_tool_calls(turn.get("tool_calls"), f"{where}.tool_calls"),
+        tool_call_id=_text(turn.get("tool_call_id") or "", f"{where}.tool_call_id"),
     )
     if content is not None:
-        message.content = content
+        message.content = _text(content, f"{where}.content")
     return message
+
+
+def _tool_calls(calls: object, field: str) -> str:
+    try:
+        return json.dumps(calls) if calls else ""
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidRequestError(f"{field} cannot be written as JSON", field=field) from None

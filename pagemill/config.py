@@ -7,9 +7,12 @@ ones), the command line. An unknown key anywhere is refused by name.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from pagemill.api_keys import ApiKeys
+from pagemill.errors import ConfigError
 
 BLOCK_SIZES = (8, 16, 32, 64)
 
@@ -20,8 +23,25 @@ def _known_block_size(block_size: int) -> int:
     return block_size
 
 
+def _joined_keys(value: Any) -> Any:
+    """Keys as one text, which a file may also write as a list."""
+    entries = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(entry, str) for entry in entries):
+        raise ValueError("should be text such as KEY or TENANT=KEY,TENANT=KEY, or a list of such; quote a number")
+    return ",".join(entries)
+
+
+def _usable_keys(keys: str) -> str:
+    try:
+        ApiKeys(keys)
+    except ConfigError as err:
+        raise ValueError(err.message.removeprefix("api_key: ")) from None
+    return keys
+
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 BlockSize = Annotated[int, AfterValidator(_known_block_size)]
+ApiKeyText = Annotated[str, BeforeValidator(_joined_keys), AfterValidator(_usable_keys)]
 
 
 class CommonSettings(BaseModel):
@@ -54,7 +74,10 @@ class RouterSettings(CommonSettings):
     scheduler: list[str] = Field(default_factory=lambda: ["127.0.0.1:50052"], description="scheduler addresses")
     tokenizer: str = Field("", description="directory or tokenizer.json; empty: the model's own")
     chat_template: str = Field("", description="Jinja file or text; empty: the model's own")
-    api_key: str = Field("", description="keys that clients must send: KEY or TENANT=KEY, comma-separated; empty: any")
+    api_key: ApiKeyText = Field(
+        "",
+        description="keys that clients must send: KEY or TENANT=KEY, comma-separated (in YAML also a list); empty: any",
+    )
     max_request_bytes: int = Field(16 << 20, ge=1024, description="largest request body")
     max_inflight_requests: int = Field(4096, ge=1, description="requests at once; more are refused with 429")
     request_timeout_s: float = Field(600.0, gt=0, description="longest time of one request")
@@ -97,7 +120,7 @@ class WorkerSettings(CommonSettings):
     max_model_len: int | None = Field(None, ge=1, description="longest sequence; unset: the model's own")
     max_num_seqs: int = Field(256, ge=1, description="sequence slots")
     max_num_batched_tokens: int = Field(8192, ge=1, description="most tokens that a step may hold")
-    num_threads: int | None = Field(None, ge=1, description="CPU threads; unset: chosen from the cores")
+    num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; unset: chosen from the cores")
     enforce_eager: bool = Field(False, description="no CUDA graphs")
     seed: int = Field(0, ge=0, description="seed of dummy weights")
 

@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 
 from pagemill.config import CommonSettings, RouterSettings, SchedulerSettings, ServeSettings, WorkerSettings
 from pagemill.errors import ConfigError
+from pagemill.kernel_variables import CPU_ISAS, check_kernel_variables
 
 SERVICES: dict[str, type[CommonSettings]] = {
     "router": RouterSettings,
@@ -37,7 +38,7 @@ OTHER_VARIABLES: dict[str, str] = {
     CONFIG_FILE_ENV: "YAML file, as --config-file",
     "PAGEMILL_API_KEY": "key that `pagemill chat` and `pagemill complete` send",
     "PAGEMILL_DEMO_MODEL": "path of the demo model's .gguf file",
-    "PAGEMILL_CPU_ISA": "best instruction set to use: portable, avx2, avx512, avx512bf16 or amx; unset: all",
+    "PAGEMILL_CPU_ISA": f"best instruction set to use, if the machine has it: {', '.join(CPU_ISAS)}; unset: all",
     "PAGEMILL_SPIN_US": "microseconds for which idle kernel threads spin before they sleep",
     "PAGEMILL_TRACE_KERNELS": "1 logs each kernel launch",
     "PAGEMILL_PARENT_PID": "set by `pagemill serve` for its processes",
@@ -117,6 +118,8 @@ def load_settings(
     path = config_file if config_file is not None else environment.get(CONFIG_FILE_ENV, "")
     values = _from_file(Path(path), service) if path else {}
     values |= _from_environment(environment, service)
+    if service in ("worker", "serve"):
+        check_kernel_variables(environment)
     values |= {
         name: _Value(raw, f"command line {option_name(name)}")
         for name, raw in options.items()
@@ -162,6 +165,8 @@ class _YamlLoader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=deep)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} comes twice", key_node.start_mark)
             seen.add(key)
@@ -182,8 +187,8 @@ def _from_file(path: Path, service: str) -> dict[str, _Value]:
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=_YamlLoader)  # a subclass of SafeLoader
     except OSError as err:
         raise ConfigError(f"config file {str(path)!r} cannot be read: {err.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as err:
-        raise ConfigError(f"config file {str(path)!r} is not YAML: {' '.join(str(err).split())}") from None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as err:
+        raise ConfigError(f"config file {str(path)!r}{_yaml_problem(err)}") from None
     if document is None:
         return {}
     if not isinstance(document, dict):
@@ -198,7 +203,8 @@ def _from_file(path: Path, service: str) -> dict[str, _Value]:
             raise ConfigError(f"{path}: section {section!r} must be a map of settings", field=str(section))
         for name in entries:
             if name not in known:
-                raise ConfigError(f"{path}: unknown setting {section}.{name}{_hint(str(name), known)}", field=str(name))
+                hint = _hint(str(name), known, _places(str(name)))
+                raise ConfigError(f"{path}: unknown setting {section}.{name}{hint}", field=str(name))
         if section in ("common", service):
             fields = SERVICES[service].model_fields
             values |= {
@@ -207,11 +213,30 @@ def _from_file(path: Path, service: str) -> dict[str, _Value]:
     return values
 
 
+def _yaml_problem(err: Exception) -> str:
+    """Where a file is not YAML and why, to come after its name; the parser's own text has several lines."""
+    if isinstance(err, yaml.MarkedYAMLError) and err.problem_mark is not None:
+        context = f"{err.context}, " if err.context else ""
+        return f", line {err.problem_mark.line + 1}: is not YAML: {context}{err.problem}"
+    if isinstance(err, yaml.reader.ReaderError):
+        return f" is not YAML: {err.reason} at position {err.position}"
+    reason = "nested too deeply" if isinstance(err, RecursionError) else str(err)
+    return f" is not YAML: {' '.join(reason.split())}"
+
+
 def _names_of(section: object, path: Path) -> Iterable[str]:
     if section not in SERVICES:
         known = ("common", *SERVICES)
-        raise ConfigError(f"{path}: unknown section {section!r}{_hint(str(section), known)}", field=str(section))
+        hint = _hint(str(section), known, _places(str(section)))
+        raise ConfigError(f"{path}: unknown section {section!r}{hint}", field=str(section))
     return SERVICES[str(section)].model_fields
+
+
+def _places(name: str) -> list[str]:
+    """Where a setting of exactly this name belongs, as section.name."""
+    if name in SHARED_NAMES:
+        return [f"common.{name}"]
+    return [f"{service}.{name}" for service, model in SERVICES.items() if name in model.model_fields]
 
 
 def _from_environment(environment: Mapping[str, str], service: str) -> dict[str, _Value]:
@@ -236,9 +261,11 @@ def _from_environment(environment: Mapping[str, str], service: str) -> dict[str,
     return common | own
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
+def _hint(name: str, known: Iterable[str], elsewhere: Iterable[str] = ()) -> str:
+    """The closest known name, and the places where exactly this one belongs."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f", did you mean {close[0]}?" if close else ""
+    candidates = [*close, *elsewhere]
+    return f", did you mean {' or '.join(candidates)}?" if candidates else ""
 
 
 def accepts_none(field: FieldInfo) -> bool:

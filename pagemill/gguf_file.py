@@ -6,6 +6,7 @@ one reads the same head in a fraction of one, and maps no tensor data.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Callable
@@ -46,7 +47,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHead:
-    """Metadata by key (numbers, strings, lists) and tensors by name, in file order."""
+    """Metadata by key (numbers, strings, lists) and tensors by name, in file order; readers share it."""
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
@@ -55,14 +56,23 @@ class GgufHead:
 def read_gguf_head(path: Path) -> GgufHead:
     """Read the head of a GGUF file, version 2 or 3, little-endian.
 
+    The last two heads are kept, until their files change: one start asks for config, tokenizer and tensors one by one.
+
     Raises:
         ModelLoadError: not a GGUF file, damaged, or of another version.
     """
     try:
-        with path.open("rb") as file:
-            return _read_head(file)
+        status = path.stat()
+        return _read_version(path.absolute(), status.st_mtime_ns, status.st_size)
     except (OSError, struct.error, UnicodeDecodeError, ValueError, KeyError) as err:
         raise ModelLoadError(f"{str(path)!r} is not a readable GGUF file: {err}", field="model") from err
+
+
+@functools.lru_cache(maxsize=2)
+def _read_version(path: Path, mtime_ns: int, size_bytes: int) -> GgufHead:
+    """The head of one version of a file, which its time and size tell from others."""
+    with path.open("rb") as file:
+        return _read_head(file)
 
 
 def _read_head(file: BinaryIO) -> GgufHead:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -26,8 +27,8 @@ from pagemill.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from router.tokenizer import Tokenizer
 
-Prompts = str | Sequence[str]
 TokenPrompts = Sequence[int] | Sequence[Sequence[int]]
+Prompts = str | Sequence[str] | TokenPrompts
 Params = SamplingParams | Sequence[SamplingParams] | None
 Messages = list[dict[str, Any]]
 
@@ -63,7 +64,8 @@ class LLM:
         """Continue prompts; outputs come in the order of the prompts.
 
         Args:
-            prompts: a text or a list of texts. Either these or `prompt_token_ids`.
+            prompts: one prompt or a list of them; a prompt is a text or a list of token ids. Either these or
+                `prompt_token_ids`.
             sampling_params: for all prompts, or one per prompt; None is `SamplingParams()`.
             prompt_token_ids: a list of token ids or a list of such lists.
             use_tqdm: show a progress bar on stderr.
@@ -90,6 +92,8 @@ class LLM:
         """
         with self._lock:
             engine = self._alive()
+            if not isinstance(messages, Sequence) or isinstance(messages, str):
+                raise InvalidRequestError("messages must be a list of messages or of conversations", field="messages")
             conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
             requests = [engine.chat_prompt(conversation) for conversation in conversations]
             default = SamplingParams(max_tokens=engine.longest_sequence)
@@ -128,11 +132,24 @@ class LLM:
 def _as_prompts(engine: LocalEngine, prompts: Prompts | None, token_ids: TokenPrompts | None) -> list[Prompt]:
     if (prompts is None) == (token_ids is None):
         raise InvalidRequestError("exactly one of prompts and prompt_token_ids is needed", field="prompts")
-    if prompts is not None:
-        return [engine.completion_prompt(text) for text in ([prompts] if isinstance(prompts, str) else prompts)]
-    assert token_ids is not None
-    lists: list[Any] = [token_ids] if token_ids and isinstance(token_ids[0], int) else list(token_ids)
-    return [Prompt(list(ids)) for ids in lists]
+    if token_ids is not None:
+        return [engine.token_prompt(ids) for ids in _as_list(token_ids, "prompt_token_ids")]
+    return [
+        engine.completion_prompt(prompt) if isinstance(prompt, str) else engine.token_prompt(prompt)
+        for prompt in _as_list(prompts, "prompts")
+    ]
+
+
+def _as_list(prompts: Any, field: str) -> list[Any]:
+    """One prompt, text or ids, as a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise InvalidRequestError(
+            f"{field} is {type(prompts).__name__}, must be a text, a list of token ids, or a list of such", field=field
+        )
+    made = list(prompts)
+    return [made] if made and isinstance(made[0], Integral) else made
 
 
 def _as_params(params: Params, count: int, default: SamplingParams) -> list[SamplingParams]:
@@ -205,4 +222,4 @@ class _Bar:
 
 
 def _progress_bar(wanted: bool, total: int) -> AbstractContextManager[_Progress]:
-    return _Bar(total) if wanted else nullcontext(_NoBar())
+    return _Bar(total) if wanted and total else nullcontext(_NoBar())

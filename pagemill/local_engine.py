@@ -6,13 +6,17 @@ One thread owns a `LocalEngine`: add requests, call `step` while there is work, 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 from pagemill.engine_args import EngineArgs
 from pagemill.errors import InvalidRequestError, PagemillError
+from pagemill.kernel_variables import check_kernel_variables
 from pagemill.model_source import resolve_model
 from pagemill.outputs import CompletionOutput, FinishReasonName, PositionLogprobs, RequestMetrics, RequestOutput
 from pagemill.outputs import position_logprobs as columns_to_positions
@@ -70,6 +74,7 @@ class LocalEngine:
     """
 
     def __init__(self, args: EngineArgs) -> None:
+        check_kernel_variables(os.environ)
         # Imported here: these pull in torch and the tokenizer library.
         from router.chat import ChatRenderer, configured_templates
         from router.tokenizer import load_tokenizer
@@ -116,13 +121,28 @@ class LocalEngine:
         """A text to continue, with the tokenizer's default special tokens."""
         if not isinstance(prompt, str):
             raise InvalidRequestError(f"a prompt is {type(prompt).__name__}, must be a string", field="prompt")
-        return Prompt(self.tokenizer.encode(prompt), prompt)
+        return self._made(Prompt(self.tokenizer.encode(prompt), prompt))
+
+    def token_prompt(self, token_ids: Iterable[int]) -> Prompt:
+        """Token ids to continue. Raises InvalidRequestError for what are none."""
+        if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
+            raise InvalidRequestError(f"a prompt is {type(token_ids).__name__}, must be a list of ids", field="prompt")
+        ids = list(token_ids)
+        for at, token_id in enumerate(ids):
+            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+                raise InvalidRequestError(f"prompt token {at} is {token_id!r:.80}, must be a token id", field="prompt")
+        return self._made(Prompt([int(token_id) for token_id in ids]))
 
     def chat_prompt(self, messages: list[dict[str, Any]]) -> Prompt:
         """A conversation to continue, by the model's chat template."""
         text = self._renderer.render(messages)
         # The template writes the special tokens itself.
-        return Prompt(self.tokenizer.encode(text, add_special_tokens=False), None, "chat")
+        return self._made(Prompt(self.tokenizer.encode(text, add_special_tokens=False), None, "chat"))
+
+    def _made(self, prompt: Prompt) -> Prompt:
+        if not prompt.token_ids:
+            raise InvalidRequestError("the prompt is empty", field="prompt")
+        return prompt
 
     def add(self, prompt: Prompt, params: SamplingParams, *, request_id: str = "", priority: int = 0) -> int:
         """Take in a request; the number that its events carry.

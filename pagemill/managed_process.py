@@ -6,13 +6,18 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pagemill.errors import UnavailableError
+from pagemill.errors import ConfigError, UnavailableError
 
 READY_PREFIX = "pagemill-ready "
+# How a process of ours says in its last line why it ends: the command line's form, and that of a service.
+_ERROR_LINE = re.compile(r"pagemill(?: \w+|: error): (?P<reason>.+)")
+_CONFIG_EXIT_CODE = 2
+_LAST_OUTPUT_S = 2.0
 _MAX_LINE_BYTES = 1 << 20
 
 
@@ -23,7 +28,7 @@ class ManagedProcess:
         name: for messages.
         command: program and arguments.
         environment: the whole environment.
-        on_line: gets each line of output that is no ready line; None leaves stderr where the supervisor's goes.
+        on_line: gets each line of output that is neither a ready line nor the reason for its end, which `ending` tells.
     """
 
     def __init__(
@@ -31,7 +36,7 @@ class ManagedProcess:
         name: str,
         command: Sequence[str],
         environment: Mapping[str, str],
-        on_line: Callable[[str], None] | None,
+        on_line: Callable[[str], None],
     ) -> None:
         self.name = name
         self._command = list(command)
@@ -39,6 +44,7 @@ class ManagedProcess:
         self._on_line = on_line
         self._process: asyncio.subprocess.Process | None = None
         self._ready: asyncio.Future[dict[str, Any]] | None = None
+        self._reason = ""
         self._readers: list[asyncio.Task[None]] = []
 
     @property
@@ -57,18 +63,18 @@ class ManagedProcess:
     async def start(self) -> None:
         """Start it, again where it had ended."""
         self._ready = asyncio.get_running_loop().create_future()
+        self._reason = ""
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             env=self._environment,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE if self._on_line else None,
+            stderr=asyncio.subprocess.PIPE,
             process_group=0,
             limit=_MAX_LINE_BYTES,
         )
-        self._readers = [asyncio.create_task(self._read(self._process.stdout))]
-        if self._process.stderr is not None:
-            self._readers.append(asyncio.create_task(self._read(self._process.stderr)))
+        outputs = (self._process.stdout, self._process.stderr)
+        self._readers = [asyncio.create_task(self._read(output)) for output in outputs]
 
     async def _read(self, stream: asyncio.StreamReader | None) -> None:
         assert stream is not None
@@ -80,9 +86,12 @@ class ManagedProcess:
             if not raw:
                 return
             line = raw.decode("utf-8", "replace").rstrip("\n")
+            error = _ERROR_LINE.fullmatch(line)
             if line.startswith(READY_PREFIX):
                 self._set_ready(line.removeprefix(READY_PREFIX))
-            elif self._on_line is not None:
+            elif error is not None:
+                self._reason = error["reason"]
+            else:
                 self._on_line(line)
 
     def _set_ready(self, text: str) -> None:
@@ -97,7 +106,8 @@ class ManagedProcess:
         """What its ready line says.
 
         Raises:
-            UnavailableError: it ended before, or said nothing in time.
+            ConfigError: it ended before, with the exit code of a wrong setting; the message is its own.
+            UnavailableError: it ended before for another reason, or said nothing in time.
         """
         assert self._process is not None and self._ready is not None
         ended = asyncio.create_task(self._process.wait())
@@ -109,15 +119,31 @@ class ManagedProcess:
         if self._ready.done():
             return self._ready.result()
         if self._process.returncode is not None:
-            raise UnavailableError(f"{self.name} ended with code {self._process.returncode} before it was ready")
+            await self._last_output()
+            kind = ConfigError if self._process.returncode == _CONFIG_EXIT_CODE else UnavailableError
+            raise kind(self._ending("before it was ready"))
         raise UnavailableError(f"{self.name} was not ready within {timeout_s:.0f} s")
 
     async def wait(self) -> int:
-        """Its exit code, negative for a signal, after all its output was read."""
+        """Its exit code, negative for a signal, after its output was read."""
         assert self._process is not None
         code = await self._process.wait()
-        await asyncio.gather(*self._readers)
+        await self._last_output()
         return code
+
+    def ending(self) -> str:
+        """How it ended, in one sentence: its own reason where it gave one, else its exit code."""
+        return self._ending("")
+
+    def _ending(self, when: str) -> str:
+        if self._reason:
+            return f"{self.name}: {self._reason}"
+        return f"{self.name} ended with code {self.returncode} {when}".rstrip()
+
+    async def _last_output(self) -> None:
+        """What it wrote before it ended. Not for ever: a grandchild may hold the pipe open."""
+        if self._readers:
+            await asyncio.wait(self._readers, timeout=_LAST_OUTPUT_S)
 
     async def stop(self, timeout_s: float) -> int | None:
         """SIGTERM, SIGKILL to the group after `timeout_s`; the exit code, None where it never ran."""

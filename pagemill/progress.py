@@ -1,7 +1,8 @@
-"""What a supervisor shows on stderr while it starts: a live status on a terminal, plain lines elsewhere."""
+"""What a supervisor shows on stderr, lines of its processes included: a live status on a terminal, else plain lines."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING, Protocol
@@ -19,21 +20,17 @@ class Progress(Protocol):
     def status(self, text: str) -> None:
         """What is waited for now; "" where nothing is."""
 
-    @property
-    def captures_output(self) -> bool:
-        """Lines of the processes must come through `line`, or they would tear the status apart."""
-
 
 class PlainProgress:
-    """Lines with seconds since the start; processes write to stderr themselves."""
-
-    captures_output = False
+    """Lines, those of the start with the seconds that have passed."""
 
     def __init__(self) -> None:
         self._started_s = time.monotonic()
 
     def line(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        # Nobody may be reading any more; that is no reason to end.
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
     def status(self, text: str) -> None:
         if text:
@@ -42,8 +39,6 @@ class PlainProgress:
 
 class TerminalProgress:
     """A spinner with the seconds that the present step has taken, below the lines of the processes."""
-
-    captures_output = True
 
     def __init__(self) -> None:
         from rich.console import Console

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Mapping
@@ -14,9 +15,11 @@ import yaml
 from pagemill.config import CommonSettings, RouterSettings, SchedulerSettings, ServeSettings, WorkerSettings
 from pagemill.config_loader import LoadedSettings, is_setting_variable
 from pagemill.cpu_cores import available_cores
-from pagemill.errors import UnavailableError
+from pagemill.errors import ConfigError, UnavailableError
 
 CONFIG_FILE_NAME = "pagemill.yaml"
+
+_NOT_OUR_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 @dataclass(slots=True)
@@ -86,33 +89,70 @@ def _spread_metrics_ports(services: list[Any]) -> None:
             taken.add(settings.metrics_port)
 
 
-def check_ports_free(plan: ServePlan) -> None:
-    """Fail before weights are loaded, not after.
+def check_listening(plan: ServePlan) -> None:
+    """Try all addresses before anything is loaded; what is wrong with any of them comes in one message.
 
     Raises:
-        UnavailableError: another process listens on a port that the router or the scheduler wants.
+        ConfigError: a host is not this machine's, or two servers are to share a port.
+        UnavailableError: another process listens on a port.
     """
-    wanted = [
-        (plan.router.http_host, plan.router.http_port, "--http-port"),
-        (plan.router.grpc_host, plan.router.grpc_port, "--grpc-port"),
-        (plan.scheduler.host, plan.scheduler.port, "--scheduler-port"),
+    router, scheduler = plan.router, plan.scheduler
+    listeners = [
+        _Listener(router.http_host, router.http_port, "http"),
+        _Listener(router.grpc_host, router.grpc_port, "grpc"),
+        _Listener(scheduler.host, scheduler.port, "scheduler"),
     ]
-    for host, port, option in wanted:
-        if port:
-            _check_port_free(host, port, option)
+    metrics = [_Listener(s.metrics_host, s.metrics_port, "metrics") for s in plan.by_name().values() if s.metrics_port]
+    problems: list[ConfigError | UnavailableError] = []
+    seen: dict[int, str] = {}
+    for listener in [*listeners, *metrics]:
+        problem = listener.problem()
+        if listener.port in seen:
+            text = f"port {listener.port} is given twice, by {seen[listener.port]} and {listener.port_option}"
+            problem = ConfigError(text, field=listener.field)
+        if listener.port:
+            seen[listener.port] = listener.port_option
+        if problem is not None and problem.message not in [earlier.message for earlier in problems]:
+            problems.append(problem)
+    if problems:
+        first = next((problem for problem in problems if isinstance(problem, ConfigError)), problems[0])
+        raise type(first)("; ".join(problem.message for problem in problems), field=first.field)
 
 
-def _check_port_free(host: str, port: int, option: str) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as err:
-            raise UnavailableError(
-                f"port {port} on {host} cannot be used: {err.strerror}; {option} N takes another, 0 a free one",
-                field=option.removeprefix("--").replace("-", "_"),
-            ) from None
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    """An address that one of the servers wants; `name` is what its options begin with."""
+
+    host: str
+    port: int
+    name: str
+
+    @property
+    def port_option(self) -> str:
+        return f"--{self.name}-port"
+
+    @property
+    def field(self) -> str:
+        return f"{self.name}_port"
+
+    def problem(self) -> ConfigError | UnavailableError | None:
+        """Why nobody could listen here now."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.host, self.port))
+            except OSError as err:
+                return self._explain(err)
+        return None
+
+    def _explain(self, err: OSError) -> ConfigError | UnavailableError:
+        if isinstance(err, socket.gaierror) or err.errno in _NOT_OUR_ADDRESS:
+            text = f"--{self.name}-host {self.host} is no address of this machine"
+            return ConfigError(f"{text}; 0.0.0.0 stands for all of its addresses", field=f"{self.name}_host")
+        reason = "is in use" if err.errno == errno.EADDRINUSE else f"cannot be used: {err.strerror}"
+        text = f"port {self.port} on {self.host} {reason}; {self.port_option} N takes another, 0 a free one"
+        return UnavailableError(text, field=self.field)
 
 
 def process_environment(name: str, plan: ServePlan, environment: Mapping[str, str]) -> dict[str, str]:

@@ -11,19 +11,20 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from pagemill import redis_server
-from pagemill.errors import PagemillError, UnavailableError
+from pagemill.errors import ConfigError, PagemillError, UnavailableError
 from pagemill.managed_process import READY_PREFIX, ManagedProcess
 from pagemill.progress import Progress
 from pagemill.restart_policy import RestartPolicy
 from pagemill.rpc import ShutdownSignal
+from pagemill.run_directory import RunDirectory, remove_stale_directories
 from pagemill.serve_plan import ServePlan, config_path, process_environment, worker_name
 
 _REDIS_START_DEADLINE_S = 10.0
@@ -45,15 +46,21 @@ class Supervisor:
     def __init__(self, plan: ServePlan, progress: Progress) -> None:
         self._plan = plan
         self._progress = progress
-        self._directory = Path(tempfile.mkdtemp(prefix="pagemill-"))
+        self._run_directory = RunDirectory()
+        self._directory = self._run_directory.path
         self._processes: dict[str, ManagedProcess] = {}
         self._metrics_ports: dict[str, int] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = False
+        self._silent = False
         self._failure: asyncio.Future[str] | None = None
 
     async def run(self) -> int:
-        """Start everything, announce it, and stop everything on a signal (0) or after a failure (1)."""
+        """Start everything, announce it, and stop everything on a signal.
+
+        Returns:
+            The exit code: 0 after a signal, 2 where a process could not start for its settings, 1 after other failures.
+        """
         shutdown = ShutdownSignal(before_exit=self._kill_all)
         shutdown.install(asyncio.get_running_loop())
         self._failure = asyncio.get_running_loop().create_future()
@@ -63,35 +70,38 @@ class Supervisor:
             await self._first_of(starting, stop_wanted)
             if starting.done() and starting.exception() is None:
                 await self._first_of(stop_wanted)
-            error = self._error_of(starting)
-            if error:
-                self._progress.status("")
-                self._progress.line(f"pagemill: error: {error}")
-            return 1 if error else 0
+            return self._report(starting)
         finally:
             starting.cancel()
             stop_wanted.cancel()
             await self._stop()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._run_directory.remove()
 
     async def _first_of(self, *tasks: asyncio.Task[Any]) -> None:
         assert self._failure is not None
         either: set[asyncio.Future[Any]] = {*tasks, self._failure}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
 
-    def _error_of(self, starting: asyncio.Task[None]) -> str:
+    def _report(self, starting: asyncio.Task[None]) -> int:
+        """Say what went wrong, if anything, as the last line; the exit code."""
         assert self._failure is not None
-        if self._failure.done():
-            return self._failure.result()
         error = starting.exception() if starting.done() and not starting.cancelled() else None
-        if error is None:
-            return ""
-        if not isinstance(error, PagemillError):
-            logger.error("the supervisor failed", exc_info=error)
-        return str(error) or type(error).__name__
+        reason = self._failure.result() if self._failure.done() else ""
+        if error is not None and not reason:
+            if not isinstance(error, PagemillError):
+                logger.error("the supervisor failed", exc_info=error)
+            reason = str(error) or type(error).__name__
+            # How the others are stopped is of no interest where nothing ever ran.
+            self._silent = True
+        if not reason:
+            return 0
+        self._progress.status("")
+        self._progress.line(f"pagemill: error: {reason}")
+        return 2 if isinstance(error, ConfigError) else 1
 
     async def _start(self) -> None:
         deadline_s = time.monotonic() + self._plan.serve.start_timeout_s
+        await asyncio.to_thread(remove_stale_directories)
         redis = await self._start_redis()
         self._progress.status("starting the scheduler")
         self._plan.write_config(self._directory)
@@ -121,7 +131,7 @@ class Supervisor:
             return None
         self._progress.status("starting redis-server")
         command = redis_server.redis_command(binary, self._directory, self._plan.serve.redis_maxmemory_mb)
-        process = ManagedProcess("redis", redis_server.guarded(command), dict(os.environ), self._on_line())
+        process = ManagedProcess("redis", redis_server.guarded(command), dict(os.environ), self._on_line)
         self._processes["redis"] = process
         await process.start()
         if not await self._redis_answers(process):
@@ -145,8 +155,9 @@ class Supervisor:
         if not await self._redis_answers(process):
             raise UnavailableError("redis-server does not start")
 
-    def _on_line(self) -> Callable[[str], None] | None:
-        return self._progress.line if self._progress.captures_output else None
+    def _on_line(self, line: str) -> None:
+        if not self._silent:
+            self._progress.line(line)
 
     async def _launch(self, name: str, deadline_s: float, fix: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """Start one of our own processes and keep it; what its ready line says.
@@ -156,7 +167,7 @@ class Supervisor:
         service = "worker" if name.startswith("worker") else name
         command = [sys.executable, "-m", "pagemill.cli", service, "--config-file"]
         command.append(str(config_path(self._directory, name)))
-        process = ManagedProcess(name, command, process_environment(name, self._plan, os.environ), self._on_line())
+        process = ManagedProcess(name, command, process_environment(name, self._plan, os.environ), self._on_line)
         self._processes[name] = process
         await process.start()
         info = await process.wait_ready(deadline_s - time.monotonic())
@@ -189,14 +200,14 @@ class Supervisor:
         """Start a process again whenever it ends, until the policy gives up or the supervisor stops."""
         policy = RestartPolicy()
         while True:
-            code = await process.wait()
+            await process.wait()
             if self._stopping:
                 return
             delay_s = policy.delay_after_death(time.monotonic()) if self._plan.serve.restart else None
             if delay_s is None:
-                self._fail(f"{process.name} ended with code {code}")
+                self._fail(process.ending())
                 return
-            self._progress.line(f"{process.name} ended with code {code}; starting it again in {delay_s:.2f} s")
+            self._progress.line(f"{process.ending()}; starting it again in {delay_s:.2f} s")
             await asyncio.sleep(delay_s)
             try:
                 await process.start()
@@ -235,18 +246,19 @@ class Supervisor:
 
     async def _stop_processes(self, names: list[str], drain_timeout_s: float) -> None:
         running = [self._processes[name] for name in names if name in self._processes and self._processes[name].running]
-        if running:
+        if running and not self._silent:
             self._progress.status(f"stopping {', '.join(process.name for process in running)}")
         codes = await asyncio.gather(*(process.stop(drain_timeout_s + _STOP_MARGIN_S) for process in running))
         self._progress.status("")
         for process, code in zip(running, codes, strict=True):
-            if code:
+            # By our own SIGTERM end those that had nothing to drain yet.
+            if code not in (0, -signal.SIGTERM) and not self._silent:
                 self._progress.line(f"{process.name} ended with code {code} while stopping")
 
     def _kill_all(self) -> None:
         for process in self._processes.values():
             process.kill()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._run_directory.remove()
 
 
 def _no_fix(info: dict[str, Any]) -> None:
@@ -286,11 +298,21 @@ async def _http_status(host: str, port: int, path: str) -> int:
         return 0
 
 
+def _own_command() -> str:
+    """`pagemill` as it can be run here: by its name where PATH has it, else by its path."""
+    script = Path(sys.argv[0])
+    if script.name != "pagemill" or not os.access(script, os.X_OK):
+        return f"{sys.executable} -m pagemill.cli"
+    on_path = shutil.which(script.name)
+    return script.name if on_path and Path(on_path).resolve() == script.resolve() else str(script)
+
+
 def _how_to_talk(plan: ServePlan, router: dict[str, Any]) -> str:
     http = f"http://{_reachable(plan.router.http_host)}:{router['http_port']}"
     grpc_address = f"{_reachable(plan.router.grpc_host)}:{router['grpc_port']}"
     model = plan.model_name
     key = "YOUR_KEY" if plan.router.api_key else "none"
+    chat_key = " --api-key YOUR_KEY" if plan.router.api_key else ""
     header = f" -H 'Authorization: Bearer {key}'" if plan.router.api_key else ""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is gravity?"}]})
     return f"""
@@ -303,7 +325,7 @@ Pagemill serves {model} at {http} (OpenAI HTTP) and {grpc_address} (gRPC).
   client = OpenAI(base_url="{http}/v1", api_key="{key}")
   client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "What is gravity?"}}])
 
-  pagemill chat --address {grpc_address}
+  {_own_command()} chat --address {grpc_address}{chat_key}
 
 Ctrl-C drains and stops.
 """

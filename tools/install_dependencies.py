@@ -36,7 +36,21 @@ def main() -> int:
         print(__doc__, file=sys.stderr)
         return 2
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return subprocess.call([sys.executable, "-m", "pip", "install", "--quiet", *requirements(project, sys.argv[1])])
+    # What is there already is not worth a line each; what is fetched is shown as it comes.
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        *requirements(project, sys.argv[1]),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as pip:
+        assert pip.stdout is not None
+        for line in pip.stdout:
+            if not line.startswith("Requirement already satisfied"):
+                print(line, end="", file=sys.stderr, flush=True)
+    return pip.returncode
 
 
 if __name__ == "__main__":

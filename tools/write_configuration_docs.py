@@ -36,8 +36,12 @@ An unknown name is refused in the whole file and in the whole `PAGEMILL_` enviro
 hint; so is a value of the wrong kind, NaN included. The process then exits with code 2. Lists are written
 comma-separated or, on the command line, by repeating the option. `none` unsets what may be unset.
 
-`pagemill config [SERVICE]` prints the settings in force and where each came from, `--json` for programs. Secrets are
-masked there.
+`pagemill config [COMMAND]` prints the settings in force and where each came from, `--json` for programs; COMMAND is
+`router`, `scheduler`, `worker` or `serve`, which prints those of all four, as no COMMAND does. It takes the options of
+that command and refuses what that would refuse. Secrets are masked there.
+
+`api_key` names the keys that clients may send, comma-separated, in YAML also as a list. `TENANT=KEY` gives a key's
+tenant a name; a KEY alone is a tenant of its own. Tenants share neither prefix cache nor cached responses.
 
 `pagemill serve` takes the options of all services; a name that several share is given to all of them. It decides the
 scheduler's address itself, picks a free port for the scheduler unless `--scheduler-port` is given, and spreads one
@@ -50,6 +54,7 @@ common:
 router:
   http_host: 0.0.0.0
   served_model_name: [smollm2]
+  api_key: [alice=KEY, bob=KEY2]
 scheduler:
   max_num_seqs: 64
 worker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +15,13 @@ from pagemill.errors import PagemillError
 
 _HELP = """Talk with a served model in the terminal.
 
-The conversation is kept until /reset; /exit or Ctrl-D ends, Ctrl-C stops an answer. Where stdin is a pipe, each line
-is one turn and only the answers are printed. Needs a running server, such as `pagemill serve`."""
+The conversation is kept until /reset; /exit or Ctrl-D ends, Ctrl-C stops an answer, /help lists the commands. Where
+stdin is a pipe, each line is one turn and only the answers are printed. Needs a running server, such as
+`pagemill serve`."""
+
+_COMMANDS = "/reset forgets the conversation, /exit ends it, /help shows this."
+# A line of one such word is a command; "/etc/hosts is what?" is a turn.
+_COMMAND = re.compile(r"/\w*")
 
 
 def command(name: str) -> click.Command:
@@ -65,24 +71,33 @@ class Conversation:
 
 
 def _chat(system: str, **parameters: Any) -> None:
-    conversation = Conversation(parse_ask_options(parameters), system)
+    options = parse_ask_options(parameters)
+    options.endpoint.check()
+    conversation = Conversation(options, system)
     if sys.stdin.isatty():
         _talk(conversation)
     else:
         for line in sys.stdin:
-            if _is_turn(line.strip(), conversation):
-                for piece in conversation.ask(line.strip()):
+            text = line.strip()
+            if text == "/exit":
+                return
+            if _is_turn(text, conversation):
+                for piece in conversation.ask(text):
                     click.echo(piece, nl=False)
                 click.echo()
-            elif line.strip() == "/exit":
-                return
 
 
 def _is_turn(text: str, conversation: Conversation) -> bool:
-    """Whether `text` is for the model. Carries out /reset."""
+    """Whether `text` is for the model. Carries out the other commands than /exit."""
     if text == "/reset":
         conversation.reset()
-    return text not in ("", "/exit", "/reset")
+    elif text == "/help":
+        click.echo(_COMMANDS, err=True)
+    elif _COMMAND.fullmatch(text):
+        click.echo("unknown command; /reset, /exit, /help", err=True)
+    else:
+        return bool(text)
+    return False
 
 
 def _talk(conversation: Conversation) -> None:
@@ -92,7 +107,7 @@ def _talk(conversation: Conversation) -> None:
         import readline  # noqa: F401  gives input() line editing and history
 
     console = Console(highlight=False)
-    console.print("/reset forgets the conversation, /exit ends it.", style="dim")
+    console.print(_COMMANDS, style="dim")
     while True:
         try:
             text = input("you> ").strip()

@@ -6,14 +6,15 @@ import json
 
 import click
 
-from pagemill.commands import settings_options
+from pagemill.commands import serve, settings_options
 from pagemill.config_loader import SERVICES, LoadedSettings
 
 _HELP = """Print the settings in force and where each came from.
 
-SERVICE is router, scheduler, worker or serve; without it all four are printed. Further options are those of the
-service, so that `pagemill config router --http-port 9000` shows what `pagemill router --http-port 9000` would run with.
-Later ones win: defaults, the YAML file, the environment, the command line. Secrets are masked."""
+SERVICE is router, scheduler or worker, or serve for all four at once, as does no SERVICE. Further options are those of
+the command of that name, so that `pagemill config serve --http-port 9000` shows what `pagemill serve --http-port 9000`
+would run with, and refuses what that would refuse. Later ones win: defaults, the YAML file, the environment, the
+command line. Secrets are masked."""
 
 
 def command(name: str) -> click.Command:
@@ -44,14 +45,17 @@ def _print_settings(service: str | None, options: tuple[str, ...], as_json: bool
         raise click.UsageError(f"{arguments[0]!r} is no service; services are {known}, and options come after one.")
     loaded: list[LoadedSettings] = []
 
-    def keep(settings: LoadedSettings) -> int:
-        loaded.append(settings)
+    def keep(*settings: LoadedSettings) -> int:
+        loaded.extend(settings)
         return 0
 
-    file_arguments = ["--config-file", config_file] if config_file is not None else []
-    for name in names or SERVICES:
+    name = names[0] if names else "serve"
+    if name == "serve":
+        parser = serve.serve_command(name, "", lambda settings: keep(*settings.values()))
+    else:
         parser = settings_options.service_command(name, "", keep)
-        parser.main([*file_arguments, *arguments[1:]], prog_name=f"pagemill config {name}", standalone_mode=False)
+    file_arguments = ["--config-file", config_file] if config_file is not None else []
+    parser.main([*file_arguments, *arguments[1:]], prog_name=f"pagemill config {name}", standalone_mode=False)
     if as_json:
         click.echo(json.dumps({item.service: _as_json(item) for item in loaded}, indent=2))
         return

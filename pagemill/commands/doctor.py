@@ -11,11 +11,13 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import click
 
-from pagemill.errors import PagemillError
+from pagemill.errors import NativeLibraryError, PagemillError
+from pagemill.kernel_variables import check_kernel_variables, cpu_isa_note
 
 Verdict = Literal["ok", "note", "missing"]
 _SIGNS = {"ok": "ok     ", "note": "note   ", "missing": "MISSING"}
@@ -63,15 +65,19 @@ def check_packages() -> Finding:
     names = ("fastapi", "uvicorn", "redis", "tokenizers", "jinja2", "safetensors", "huggingface_hub")
     absent = [name for name in names if importlib.util.find_spec(name) is None]
     if absent:
-        return Finding(
-            "missing", "packages", f"no {', '.join(absent)}; run `make install` or `pip install pagemill[all]`"
-        )
+        return Finding("missing", "packages", f"no {', '.join(absent)}; {_how_to_install()}")
     return Finding("ok", "packages", "all that router and worker import")
+
+
+def _how_to_install() -> str:
+    """The command that puts right what is missing: `make` where this is a checkout."""
+    checkout = Path(__file__).resolve().parents[2]
+    return f"run `make install` in {checkout}" if (checkout / "Makefile").is_file() else "`pip install pagemill[all]`"
 
 
 def check_torch() -> Finding:
     if importlib.util.find_spec("torch") is None:
-        return Finding("missing", "torch", "not installed; the worker and `pagemill.LLM` need it")
+        return Finding("missing", "torch", f"not installed, the worker and `pagemill.LLM` need it; {_how_to_install()}")
     import torch
 
     return Finding("ok", "torch", str(torch.__version__))
@@ -79,12 +85,17 @@ def check_torch() -> Finding:
 
 def check_kernels() -> Finding:
     try:
+        check_kernel_variables(os.environ)
         kernels = importlib.import_module("worker.kernels")
         best, used = kernels.best_cpu_isa(), kernels.cpu_isa()
         capped = (
             f", capped by PAGEMILL_CPU_ISA={os.environ['PAGEMILL_CPU_ISA']}" if "PAGEMILL_CPU_ISA" in os.environ else ""
         )
-        return Finding("ok", "kernels", f"built; instruction set {used} of up to {best}{capped}")
+        note = cpu_isa_note(os.environ)
+        detail = f"built; instruction set {used} of up to {best}{capped}"
+        return Finding("note" if note else "ok", "kernels", f"{detail}; {note}" if note else detail)
+    except NativeLibraryError as err:
+        return Finding("missing", "kernels", f"{err}, or {_how_to_install()}")
     except (PagemillError, ImportError, ValueError) as err:
         return Finding("missing", "kernels", str(err))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +18,17 @@ from pagemill.sampling_params import SamplingParams
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 600.0
+_PROBE_TIMEOUT_S = 2.0
 _GRPC_CODES = {400: 3, 401: 16, 404: 5, 409: 6, 413: 3, 429: 8, 499: 10, 503: 14, 504: 4}
 
 Message = dict[str, str]
 
 
 class Endpoint(Protocol):
-    """A server that streams text. Both methods raise PagemillError; a closed iterator aborts the request."""
+    """A server that streams text. All methods raise PagemillError; a closed iterator aborts the request."""
+
+    def check(self) -> None:
+        """Ask for the served models, to learn whether the server is there and lets us in."""
 
     def chat(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
         """Text of the next turn of a conversation, piece by piece."""
@@ -38,8 +43,19 @@ class GrpcEndpoint:
     def __init__(self, address: str, model: str, api_key: str) -> None:
         from pagemill.client import Client
 
+        if "://" in address:
+            raise ConfigError(
+                f"--address is {address!r}, must be host:port of the gRPC API; --url takes an HTTP address",
+                field="address",
+            )
         self._address = address
         self._client = Client(address, model=model, api_key=api_key, timeout_s=DEFAULT_TIMEOUT_S)
+
+    def check(self) -> None:
+        try:
+            self._client.list_models()
+        except UnavailableError as err:
+            raise self._unreachable(err) from err
 
     def chat(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
         return self._texts(self._client.chat_stream(messages, params))
@@ -52,7 +68,25 @@ class GrpcEndpoint:
             for delta in deltas:
                 yield "".join(output.text for output in delta.outputs)
         except UnavailableError as err:
-            raise UnavailableError(f"the server at {self._address} cannot be reached: {err.message}") from err
+            raise self._unreachable(err) from err
+
+    def _unreachable(self, err: UnavailableError) -> UnavailableError:
+        if _speaks_http(self._address):
+            return UnavailableError(
+                f"{self._address} is an HTTP port, not the gRPC API; use --url http://{self._address} for it"
+            )
+        return UnavailableError(f"the server at {self._address} cannot be reached: {err.message}")
+
+
+def _speaks_http(address: str) -> bool:
+    """Whether an HTTP/1 server answers at host:port."""
+    try:
+        with contextlib.closing(http.client.HTTPConnection(address, timeout=_PROBE_TIMEOUT_S)) as connection:
+            connection.request("GET", "/version")
+            connection.getresponse()
+    except (OSError, http.client.HTTPException, ValueError):
+        return False
+    return True
 
 
 class HttpEndpoint:
@@ -69,6 +103,10 @@ class HttpEndpoint:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._model = model
+
+    def check(self) -> None:
+        model = self._first_model()
+        self._model = self._model or model
 
     def chat(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[str]:
         for choice in self._stream("/chat/completions", {"messages": list(messages)}, params):
@@ -108,14 +146,13 @@ class HttpEndpoint:
         connection = self._connection_type(self._netloc, timeout=DEFAULT_TIMEOUT_S)
         try:
             models = json.loads(self._request(connection, "GET", "/models", None).read())
-            self._model = str(models["data"][0]["id"])
+            return str(models["data"][0]["id"])
         except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError) as err:
             if isinstance(err, PagemillError):
                 raise
             raise UnavailableError(f"the server at {self._netloc} cannot be reached: {err}") from err
         finally:
             connection.close()
-        return self._model
 
     def _request(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: str | None

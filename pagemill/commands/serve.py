@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import click
 
@@ -17,6 +17,7 @@ from pagemill.commands.settings_options import (
     service_specs,
     with_model_argument,
 )
+from pagemill.config import WorkerSettings
 from pagemill.config_loader import SERVICES, SHARED_NAMES, LoadedSettings, load_settings
 
 _HELP = """Serve MODEL on this machine.
@@ -68,35 +69,43 @@ def load_all(
 
 
 def command(name: str) -> click.Command:
+    return serve_command(name, _HELP, _run)
+
+
+def serve_command(name: str, help_text: str, run: Callable[[dict[str, LoadedSettings]], int]) -> click.Command:
+    """A command with all options of `pagemill serve` that calls `run` with the settings of all four services."""
     specs = serve_specs()
+
+    def callback(config_file: str | None, **parameters: Any) -> None:
+        loaded = load_all(config_file, with_model_argument(parameters), os.environ)
+        raise click.exceptions.Exit(run(loaded))
+
     return GroupedCommand(
         name,
         specs=specs,
-        callback=_serve,
+        callback=callback,
         params=[model_argument(), *build_options(specs)],
-        help=_HELP,
+        help=help_text,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
 
 
-def _serve(config_file: str | None, **parameters: Any) -> None:
-    loaded = load_all(config_file, with_model_argument(parameters), os.environ)
-    raise click.exceptions.Exit(_run(loaded))
-
-
 def _run(loaded: dict[str, LoadedSettings]) -> int:
+    from pagemill.commands.preflight import check_model, check_worker
     from pagemill.model_source import resolve_model
     from pagemill.progress import make_progress
-    from pagemill.serve_plan import check_ports_free, make_plan
+    from pagemill.serve_plan import check_listening, make_plan
     from pagemill.supervisor import Supervisor
     from pagemill.telemetry import setup_logging
 
     setup_logging("serve", loaded["serve"].settings)
-    # Looked for here as well, so that a model that is not there is one line rather than one of each process.
+    # Looked at here as well, so that what cannot work is one line at once rather than one of each process later.
+    check_worker(cast(WorkerSettings, loaded["worker"].settings))
     sources = {
         name: resolve_model(loaded[name].settings.model_dump()["model"], files="tokenizer")
         for name in ("worker", "router")
     }
     plan = make_plan(loaded, sources["router"].name)
-    check_ports_free(plan)
+    check_listening(plan)
+    check_model(sources["router"], sources["worker"], plan.router, plan.workers[0])
     return asyncio.run(Supervisor(plan, make_progress()).run())

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
+import sys
+import traceback
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,6 +14,7 @@ import click
 
 from pagemill.commands.settings_options import service_command
 from pagemill.config_loader import LoadedSettings
+from pagemill.errors import ModelLoadError, PagemillError
 
 if TYPE_CHECKING:
     from pagemill.config import RouterSettings, SchedulerSettings, WorkerSettings
@@ -45,9 +49,25 @@ def _run_scheduler(loaded: LoadedSettings) -> int:
 
 
 def _run_worker(loaded: LoadedSettings) -> int:
+    from pagemill.kernel_variables import cpu_isa_note
     from worker.app import run
 
-    return int(run(cast("WorkerSettings", loaded.settings)))
+    note = cpu_isa_note(os.environ)
+    if note:
+        print(f"pagemill: note: {note}", file=sys.stderr, flush=True)
+    try:
+        return int(run(cast("WorkerSettings", loaded.settings)))
+    except ValueError as err:
+        # The native library refuses what it cannot run in this form. While a model is loaded that is about the model or
+        # the settings; in a step it is a bug, whose trace is needed.
+        if isinstance(err, PagemillError) or not _came_from(err, "worker.model_runner", "__init__"):
+            raise
+        raise ModelLoadError(f"the model cannot be run here: {err}", field="model") from err
+
+
+def _came_from(err: BaseException, module: str, function: str) -> bool:
+    frames = (frame for frame, _ in traceback.walk_tb(err.__traceback__))
+    return any(f.f_globals.get("__name__") == module and f.f_code.co_name == function for f in frames)
 
 
 def _run_async(main: Coroutine[Any, Any, int]) -> int:

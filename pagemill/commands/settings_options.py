@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
@@ -22,6 +23,8 @@ from pagemill.config_loader import (
     plain_type,
 )
 
+# A word that may be capitalised; `redis://` and names with dots are written as they are.
+_PLAIN_WORD = re.compile(r"[a-z]+(?=[\s,;]|$)")
 _CONFIG_FILE_PARAMETER = "config_file"
 _MODEL_PARAMETER = "model_argument"
 
@@ -119,7 +122,9 @@ def _help(spec: OptionSpec) -> str:
         "" if default in (None, "") else f"default: {str(default).lower() if isinstance(default, bool) else default}; "
     )
     description = spec.field.description or ""
-    return f"{description[:1].upper()}{description[1:]}.  [{shown}env: {variable}]"
+    if _PLAIN_WORD.match(description):
+        description = description[:1].upper() + description[1:]
+    return f"{description}.  [{shown}env: {variable}]"
 
 
 def given(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,13 +7,22 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from pagemill import __version__
+from pagemill.commands import chat
+from pagemill.commands.chat import _is_turn as is_turn
+from pagemill.commands.endpoint import parse_ask_options
 
 COMMANDS = ["serve", "router", "scheduler", "worker", "chat", "complete", "config", "doctor", "version"]
+
+
+ASK = {"max_tokens": 5, "temperature": 1.0, "top_p": 1.0, "seed": None}
+DEFAULTS = ASK | {"address": "127.0.0.1:1", "url": None, "model": "", "api_key": ""}
 
 
 def pagemill(*arguments: str, env: dict[str, str] | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -87,6 +96,35 @@ def test_talking_to_nobody_names_the_address(way: str) -> None:
     assert run.stdout == ""
 
 
+@pytest.mark.parametrize("way", ["--address", "--url"])
+def test_a_chat_without_a_turn_still_says_that_nobody_is_there(way: str) -> None:
+    address = f"127.0.0.1:{closed_port()}"
+    run = pagemill("chat", way, address if way == "--address" else f"http://{address}")
+    assert run.returncode == 1
+    assert address in run.stderr
+
+
+def test_an_http_port_given_as_grpc_address_gets_a_hint() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        run = pagemill("chat", "--address", address)
+        server.shutdown()
+    assert run.returncode == 1
+    assert f"use --url http://{address}" in run.stderr
+    assert "--url takes" in pagemill("chat", "--address", f"http://{address}").stderr
+
+
+def test_commands_of_a_chat_never_reach_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = chat.Conversation(parse_ask_options(DEFAULTS), "")
+    lines = ("/help", "/nonsense", "/", "/reset", "", "/etc/hosts", "/ a")
+    assert [line for line in lines if is_turn(line, conversation)] == ["/etc/hosts", "/ a"]
+    shown = capsys.readouterr().err.splitlines()
+    assert "/reset" in shown[0]
+    assert "/exit" in shown[0]
+    assert shown[1:] == ["unknown command; /reset, /exit, /help"] * 2
+
+
 def test_two_models_are_one_too_many() -> None:
     run = pagemill("serve", "a", "--model", "b")
     assert run.returncode == 2
@@ -105,6 +143,31 @@ def test_config_shows_what_a_command_would_run_with(tmp_path: Path) -> None:
     table = pagemill("config", "--config-file", str(file)).stdout
     assert all(name in table for name in ("router", "scheduler", "worker", "serve", "restart", "block_size"))
     assert "hunter2" not in table
+
+
+def test_config_serve_takes_what_serve_takes_and_shows_all_sections() -> None:
+    run = pagemill("config", "serve", "--http-port", "9000", "--max-num-seqs", "7", "--json")
+    values = json.loads(run.stdout)
+    assert list(values) == ["router", "scheduler", "worker", "serve"]
+    assert values["router"]["http_port"] == {"value": 9000, "origin": "command line --http-port"}
+    assert values["scheduler"]["max_num_seqs"]["value"] == values["worker"]["max_num_seqs"]["value"] == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("router: {api_key: 5}\n", "router.api_key"),
+        ("worker: {block_size: 7}\n", "worker.block_size"),
+        ("router: {api_key: [a=x, b=x]}\n", "two tenants have the same key"),
+    ],
+)
+def test_config_serve_refuses_what_serve_refuses(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "pagemill.yaml"
+    file.write_text(text)
+    shown, served = (pagemill(*command, "--config-file", str(file)) for command in (("config", "serve"), ("serve",)))
+    assert shown.returncode == served.returncode == 2
+    assert words in shown.stderr
+    assert shown.stderr == served.stderr
 
 
 def test_the_doctor_finds_what_is_needed_here_and_says_what_is_not() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing, closing
 from pathlib import Path
 
@@ -155,6 +155,67 @@ def test_sv04_bad_arguments_are_refused_before_a_call() -> None:
             nowhere.generate([1, -1])
         with pytest.raises(InvalidRequestError, match=r"messages\[0\]\.role"):
             nowhere.chat([{"content": "a"}])
+
+
+LONE = "\ud800"
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda client: client.generate(5), "prompt"),
+        (lambda client: client.generate(None), "prompt"),
+        (lambda client: client.generate({"a": 1}), "prompt"),
+        (lambda client: client.generate([True]), "prompt[0]"),
+        (lambda client: client.generate(["a"]), "prompt[0]"),
+        (lambda client: client.generate(LONE), "prompt"),
+        (lambda client: client.generate("a", {"temperature": 0}), "sampling_params"),
+        (lambda client: client.generate("a", SamplingParams(stop=LONE)), "stop"),
+        (lambda client: client.generate("a", request_id=7), "request_id"),
+        (lambda client: client.generate("a", cache_salt=LONE), "cache_salt"),
+        (lambda client: client.generate("a", priority=1 << 40), "priority"),
+        (lambda client: client.generate_stream(5), "prompt"),
+        (lambda client: client.chat("hi"), "messages"),
+        (lambda client: client.chat({"role": "user", "content": "hi"}), "messages"),
+        (lambda client: client.chat(["hi"]), "messages[0]"),
+        (lambda client: client.chat([{"role": "user", "content": LONE}]), "messages[0].content"),
+        (lambda client: client.chat([{"role": 5, "content": "a"}]), "messages[0].role"),
+        (lambda client: client.chat([{"role": "a", "tool_calls": {1, 2}}]), "messages[0].tool_calls"),
+        (lambda client: client.tokenize(5), "text"),
+        (lambda client: client.detokenize(5), "token_ids"),
+        (lambda client: client.detokenize("ab"), "token_ids"),
+    ],
+)
+def test_sv04_an_argument_of_the_wrong_kind_is_named_before_a_call(
+    call: Callable[[Client], object], field: str
+) -> None:
+    with Client("127.0.0.1:1") as nowhere, pytest.raises(InvalidRequestError) as refusal:
+        call(nowhere)
+    assert refusal.value.field == field
+    assert field in refusal.value.message
+
+
+def test_a_key_that_no_header_can_hold_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match="api_key"):
+        Client("127.0.0.1:1", api_key="schlüssel")
+
+
+async def test_a_closed_client_says_so() -> None:
+    with Client("127.0.0.1:1") as closed:
+        pass
+    for call in (
+        closed.list_models,
+        lambda: closed.generate("a"),
+        lambda: list(closed.chat_stream([{"role": "user"}])),
+    ):
+        with pytest.raises(UnavailableError, match="closed"):
+            call()
+    async with AsyncClient("127.0.0.1:1") as over:
+        pass
+    with pytest.raises(UnavailableError, match="closed"):
+        await over.list_models()
+    with pytest.raises(UnavailableError, match="closed"):
+        await over.generate("a")
 
 
 def test_a_router_that_is_away_is_unavailable() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from pagemill.commands.serve import load_all, serve_specs
+from pagemill.commands.settings_options import build_options
 from pagemill.config_loader import (
     OTHER_VARIABLES,
     SERVICES,
@@ -83,12 +85,61 @@ def test_unknown_keys_in_sections_of_other_services_are_refused_too(tmp_path: Pa
         ("- 1\n", "must hold sections"),
         ("router: 5\n", "section 'router' must be a map"),
         ("router: {http_port: 1, http_port: 2}\n", "comes twice"),
-        ("router: [\n", "is not YAML"),
+        ("router:\n  - a\n  b: [\n", "line 3: is not YAML"),
+        ("router: {http_port: \x01}\n", "is not YAML"),
+        ("router: 2020-13-45\n", "is not YAML"),
+        ("[1]: 2\n", "is not YAML"),
+        ("[" * 5000, "is not YAML"),
         ("router: {http_port: !!python/object/apply:os.getcwd []}\n", "is not YAML"),
     ],
 )
 def test_a_malformed_file_is_one_clear_line(tmp_path: Path, text: str, complaint: str) -> None:
-    assert complaint in refusal(file=write(tmp_path, text))
+    message = refusal(file=write(tmp_path, text))
+    assert complaint in message
+    assert "pagemill.yaml" in message
+    assert "unicode string" not in message
+    assert "^" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("http_port: 1\n", "router.http_port"),
+        ("redis: off\n", "serve.redis"),
+        ("model: x\n", "common.model"),
+        ("scheduler: {http_port: 1}\n", "router.http_port"),
+    ],
+)
+def test_a_setting_in_the_wrong_place_is_told_its_own(tmp_path: Path, text: str, place: str) -> None:
+    message = refusal(file=write(tmp_path, text))
+    assert "did you mean" in message
+    assert place in message
+
+
+@pytest.mark.parametrize("text", ["alice=sekret,other", "[alice=sekret, other]", '["alice=sekret,other"]'])
+def test_keys_may_be_written_as_text_or_as_a_list(tmp_path: Path, text: str) -> None:
+    settings = load("router", file=write(tmp_path, f"router:\n  api_key: {text}\n")).settings.model_dump()
+    assert settings["api_key"] == "alice=sekret,other"
+
+
+@pytest.mark.parametrize("text", ["5", "{a: sekret}", "[sekret, 5]", "'a='", "[a=sekret, b=sekret]"])
+def test_keys_of_another_form_are_refused_without_showing_them(tmp_path: Path, text: str) -> None:
+    message = refusal(file=write(tmp_path, f"router: {{api_key: {text}}}\n"))
+    assert "router.api_key" in message
+    assert "sekret" not in message
+
+
+@pytest.mark.parametrize("service", ["worker", "serve"])
+def test_variables_of_the_kernels_are_judged_where_kernels_run(service: str) -> None:
+    assert "PAGEMILL_CPU_ISA" in refusal(service, env={"PAGEMILL_CPU_ISA": "foo"})
+    load("router", env={"PAGEMILL_CPU_ISA": "foo"})
+
+
+def test_help_leaves_addresses_as_they_are_written() -> None:
+    helps = [str(option.help) for option in build_options(serve_specs()) if isinstance(option, click.Option)]
+    assert any(text.startswith("redis://") for text in helps)
+    assert not any(text.startswith("Redis://") for text in helps)
+    assert any(text.startswith("Port of") for text in helps)
 
 
 def test_an_unreadable_or_empty_file(tmp_path: Path) -> None:

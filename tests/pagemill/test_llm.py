@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from pagemill import LLM, SamplingParams
@@ -41,6 +42,40 @@ def test_token_ids_and_text_give_the_same_output(llm: LLM) -> None:
         assert by_ids[0].outputs[0].token_ids == by_text[0].outputs[0].token_ids
         assert by_ids[0].prompt_token_ids == by_text[0].prompt_token_ids == token_ids
         assert by_ids[0].prompt is None
+
+
+def test_prompts_may_be_texts_and_ids_as_with_the_client(llm: LLM) -> None:
+    token_ids = llm.get_tokenizer().encode(PROMPTS[0])
+    by_text = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0]
+    for given in (token_ids, [token_ids], [PROMPTS[0], token_ids], np.array(token_ids)):
+        for output in llm.generate(given, GREEDY, use_tqdm=False):
+            assert output.outputs[0].token_ids == by_text.outputs[0].token_ids
+
+
+def test_no_prompts_are_no_outputs_and_no_bar(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    assert llm.generate([], GREEDY) == []
+    assert llm.generate(prompt_token_ids=[]) == []
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("prompts", ["", [""], ["a", ""], [[]]])
+def test_an_empty_prompt_is_refused_in_the_words_of_the_server(llm: LLM, prompts: list[str]) -> None:
+    with pytest.raises(InvalidRequestError, match="the prompt is empty"):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("prompts", [5, {"a": 1}, [None], [["a"]], [[True]], b"ab"])
+def test_a_prompt_of_another_kind_is_refused(llm: LLM, prompts: object) -> None:
+    with pytest.raises(InvalidRequestError, match="prompt"):
+        llm.generate(prompts, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="messages"):
+        llm.chat("hi", use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_a_variable_of_the_kernels_is_judged_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEMILL_CPU_ISA", "foo")
+    with pytest.raises(ConfigError, match="PAGEMILL_CPU_ISA"):
+        LLM("./no/such/model")
 
 
 def test_without_parameters_the_documented_defaults_hold(llm: LLM) -> None:

@@ -116,6 +116,16 @@ def test_the_head_equals_what_the_reference_reader_says() -> None:
     assert head.metadata["tokenizer.ggml.tokens"][17:300] == [tokens.contents(i) for i in range(17, 300)]
 
 
+def test_a_head_is_read_once_for_each_version_of_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(demo_model_path().read_bytes()[: 4 << 20])
+    head = read_gguf_head(path)
+    assert read_gguf_head(path) is head
+    with path.open("ab") as file:
+        file.write(b"more")
+    assert read_gguf_head(path) is not head
+
+
 def test_every_kind_of_value_is_read(tmp_path: Path) -> None:
     path = tmp_path / "all.gguf"
     writer = gguf.GGUFWriter(path, "llama")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -15,16 +17,24 @@ import yaml
 
 from pagemill.commands.serve import load_all
 from pagemill.cpu_cores import available_cores
-from pagemill.errors import UnavailableError
+from pagemill.errors import ConfigError, UnavailableError
 from pagemill.managed_process import ManagedProcess
 from pagemill.redis_server import RedisServer, find_redis_server, guarded, ping, redis_command, socket_path
 from pagemill.restart_policy import RestartPolicy
-from pagemill.serve_plan import check_ports_free, config_path, make_plan, process_environment, worker_name
+from pagemill.run_directory import RunDirectory, remove_stale_directories
+from pagemill.serve_plan import (
+    ServePlan,
+    check_listening,
+    config_path,
+    make_plan,
+    process_environment,
+    worker_name,
+)
 
 
 def python(script: str, lines: list[str] | None = None) -> ManagedProcess:
-    on_line = None if lines is None else lines.append
-    return ManagedProcess("child", [sys.executable, "-u", "-c", script], dict(os.environ), on_line)
+    kept = [] if lines is None else lines
+    return ManagedProcess("child", [sys.executable, "-u", "-c", script], dict(os.environ), kept.append)
 
 
 async def test_a_process_is_ready_when_it_says_so_and_its_other_lines_are_passed_on() -> None:
@@ -44,6 +54,16 @@ async def test_a_process_that_ends_before_it_is_ready_is_reported_with_its_code(
     await process.start()
     with pytest.raises(UnavailableError, match="child ended with code 3 before it was ready"):
         await process.wait_ready(30)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, ConfigError), (1, UnavailableError)])
+async def test_the_reason_that_a_process_gives_is_that_of_the_failed_start(code: int, kind: type[Exception]) -> None:
+    lines: list[str] = []
+    process = python(f"import sys; print('pagemill: error: no such thing', file=sys.stderr); sys.exit({code})", lines)
+    await process.start()
+    with pytest.raises(kind, match="child: no such thing"):
+        await process.wait_ready(30)
+    assert lines == []
 
 
 async def test_a_process_that_says_nothing_in_time_is_reported_and_can_be_stopped() -> None:
@@ -180,15 +200,60 @@ def test_a_scheduler_port_that_was_asked_for_is_kept() -> None:
     assert make_plan(load_all(None, {"port": "50052"}, {}), "model").scheduler.port == 50052
 
 
-def test_a_port_in_use_is_named_with_the_option_before_anything_starts() -> None:
-    import socket
+def plan_with(**options: str) -> ServePlan:
+    return make_plan(load_all(None, {"http_port": "0", "grpc_port": "0"} | options, {}), "model")
 
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        with pytest.raises(UnavailableError, match=f"port {port} on 127.0.0.1.*--grpc-port"):
-            check_ports_free(make_plan(load_all(None, {"http_port": "0", "grpc_port": port}, {}), "model"))
+
+def test_all_ports_in_use_are_named_with_their_options_before_anything_starts() -> None:
+    with socket.socket() as one, socket.socket() as other:
+        for taken in (one, other):
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+        first, second = (str(taken.getsockname()[1]) for taken in (one, other))
+        with pytest.raises(UnavailableError, match=f"port {second} on 127.0.0.1.*--grpc-port") as refusal:
+            check_listening(plan_with(http_port=first, grpc_port=second))
+        assert f"port {first} on 127.0.0.1 is in use; --http-port" in refusal.value.message
+
+
+@pytest.mark.parametrize("host", ["198.51.100.7", "no.such.host.invalid"])
+def test_a_host_that_is_not_this_machines_is_named(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"--http-host {host} is no address of this machine") as refusal:
+        check_listening(plan_with(http_host=host))
+    assert refusal.value.field == "http_host"
+
+
+def test_two_servers_on_one_port_are_refused() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    with pytest.raises(ConfigError, match=f"port {port} is given twice, by --http-port and --grpc-port"):
+        check_listening(plan_with(http_port=port, grpc_port=port))
+
+
+def test_a_run_directory_is_removed_by_its_owner_or_after_its_death(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = (
+        "import tempfile, os, signal\n"
+        f"tempfile.tempdir = {str(tmp_path)!r}\n"
+        "from pagemill.run_directory import RunDirectory\n"
+        "print(RunDirectory().path, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    stale = Path(killed.stdout.strip())
+    assert stale.is_dir()
+    foreign = tmp_path / "pagemill-serve-without-lock"
+    foreign.mkdir()
+    mine = RunDirectory()
+    remove_stale_directories()
+    assert not stale.exists()
+    assert mine.path.is_dir()
+    assert foreign.is_dir()
+    mine.remove()
+    mine.remove()
+    assert not mine.path.exists()
 
 
 def test_processes_get_threads_by_their_work_and_settings_from_their_file_alone() -> None:
