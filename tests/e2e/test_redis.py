@@ -50,6 +50,29 @@ def _ask(server: Server, prompt: str) -> httpx.Response:
     return httpx.post(server.http_url + "/v1/completions", json=body, timeout=60)
 
 
+def _degraded(server: Server) -> list[str]:
+    return httpx.get(server.http_url + "/health/ready", timeout=10).json()["degraded"]
+
+
+def _away_lines(server: Server) -> list[str]:
+    lines = server.process.text().splitlines()
+    return [line[line.index("the prompt cache") :] for line in lines if "the prompt cache is away" in line]
+
+
+def test_a_burst_on_a_fresh_server_leaves_a_healthy_redis_in_use() -> None:
+    with serve() as server:
+
+        async def burst() -> list[int]:
+            async with httpx.AsyncClient(base_url=server.http_url, timeout=60, limits=httpx.Limits()) as http:
+                bodies = [{"prompt": f"Burst {i}:", "max_tokens": 2, "temperature": 0} for i in range(100)]
+                answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
+                return [answer.status_code for answer in answers]
+
+        assert asyncio.run(burst()) == [200] * 100
+        assert not _degraded(server)
+        assert not _away_lines(server)
+
+
 def test_a_repeated_deterministic_request_is_answered_without_the_engine(server: Server) -> None:
     first = _ask(server, "An answer worth keeping:")
     steps = server.metric("pagemill:scheduler_steps_total", of="scheduler")
@@ -111,7 +134,10 @@ def test_a_stopped_redis_that_hangs_costs_milliseconds_not_requests() -> None:
                 os.kill(redis.pid, signal.SIGSTOP)
                 for number in range(5):
                     assert _ask(server, f"Hanging {number}").status_code == 200
+                assert _degraded(server)
                 os.kill(redis.pid, signal.SIGCONT)
+                wait_until(lambda: not _degraded(server), 10, "Redis in use again")
+                assert _away_lines(server) == ["the prompt cache is away: no answer in 20 ms"]
         finally:
             redis.kill()
             redis.wait()

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.trace import INVALID_SPAN
@@ -36,6 +40,10 @@ from router.prompt_cache import (
 )
 
 StartCache = Callable[..., Awaitable[PromptCache]]
+
+
+def redis_client(url: str) -> redis.asyncio.Redis:
+    return redis.asyncio.Redis.from_url(url)
 
 
 def prepared(sampling: SamplingParams, **changes: Any) -> PreparedRequest:
@@ -141,7 +149,8 @@ async def start_cache() -> AsyncIterator[StartCache]:
     started: list[PromptCache] = []
 
     async def start(url: str, **settings: Any) -> PromptCache:
-        cache = PromptCache(RouterSettings(redis_url=url, redis_timeout_ms=500, **settings), RouterMetrics())
+        values: dict[str, Any] = {"redis_url": url, "redis_timeout_ms": 500} | settings
+        cache = PromptCache(RouterSettings(**values), RouterMetrics())
         cache.start()
         started.append(cache)
         return cache
@@ -172,8 +181,9 @@ async def test_entries_over_the_bound_and_broken_entries_are_misses(
     cache.put_tokens("long", [1] * 1000)
     await cache.drain_writes()
     assert await cache.get_tokens("long") is None
-    assert cache._redis is not None
-    await cache._redis.set("broken", b"abc")
+    client = redis_client(redis_server.url)
+    await client.set("broken", b"abc")
+    await client.aclose()
     assert await cache.get_tokens("broken") is None
     assert await cache.get_response("broken") is None
 
@@ -186,23 +196,103 @@ async def test_switches_turn_each_kind_off(redis_server: RedisServer, start_cach
     assert await cache.get_tokens("off") is None
 
 
-async def test_a_redis_that_does_not_answer_costs_its_timeout_and_then_nothing(start_cache: StartCache) -> None:
-    async def never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
+def away_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "the prompt cache is away" in r.getMessage()]
 
-    server = await asyncio.start_server(never_answer, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    cache = await start_cache(f"redis://127.0.0.1:{port}")
-    cache._timeout_s = 0.02
-    assert cache.is_degraded
-    assert await cache.get_tokens("x") is None  # the breaker is open: no wait at all
-    await cache._breaker.close()
-    cache._breaker._task = None  # as if Redis had answered before
-    for _ in range(3):
-        assert await cache.get_tokens("x") is None
-    assert cache.is_degraded
-    server.close()
+
+@pytest.mark.parametrize("busy_s", [0.0, 0.03])
+async def test_a_stopped_redis_costs_three_time_limits_and_then_nothing(
+    start_cache: StartCache, caplog: pytest.LogCaptureFixture, busy_s: float
+) -> None:
+    with RedisServer() as server:
+        cache = await start_cache(server.url, redis_timeout_ms=20)
+        await eventually(lambda: not cache.is_degraded)
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            with busy_loop(busy_s):
+                for _ in range(3):
+                    assert not cache.is_degraded
+                    assert await asyncio.gather(*(cache.get_tokens(f"x{i}") for i in range(100))) == [None] * 100
+                assert cache.is_degraded
+                assert await cache.get_tokens("x") is None
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert away_lines(caplog) == ["the prompt cache is away: no answer in 20 ms"]
+        await eventually(lambda: not cache.is_degraded)
+
+
+@contextlib.contextmanager
+def busy_loop(turn_s: float) -> Iterator[None]:
+    """Every turn of the event loop computes for so long, as if hundreds of requests came in each."""
+    loop, is_over = asyncio.get_running_loop(), False
+
+    def compute() -> None:
+        time.sleep(turn_s)
+        if not is_over:
+            loop.call_soon(compute)
+
+    if turn_s:
+        compute()
+    yield
+    is_over = True
+
+
+async def test_a_busy_router_takes_no_healthy_redis_for_absent(
+    redis_server: RedisServer, start_cache: StartCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = await start_cache(redis_server.url, redis_timeout_ms=20)
+    await eventually(lambda: not cache.is_degraded)
+    for number in range(50):
+        cache.put_tokens(f"busy {number}", [number])
+    await cache.drain_writes()
+    with busy_loop(0.03):
+        for _ in range(2):
+            found = await asyncio.gather(*(cache.get_tokens(f"busy {number}") for number in range(50)))
+            assert found == [[number] for number in range(50)]
+    assert not cache.is_degraded
+    assert not away_lines(caplog)
+
+
+async def test_questions_of_one_burst_share_a_round_trip_and_a_connection(
+    redis_server: RedisServer, start_cache: StartCache
+) -> None:
+    cache = await start_cache(redis_server.url, redis_timeout_ms=500)
+    await eventually(lambda: not cache.is_degraded)
+    client = redis_client(redis_server.url)
+    before = await client.info("all")
+    await asyncio.gather(*(cache.get_tokens(f"burst {number}") for number in range(100)))
+    after = await client.info("all")
+    await client.aclose()
+
+    def reads(info: dict[str, Any]) -> int:
+        return info.get("cmdstat_mget", {}).get("calls", 0)
+
+    assert reads(after) - reads(before) == 1
+    assert after["total_connections_received"] - before["total_connections_received"] <= 1
+
+
+async def test_a_caller_that_gives_up_takes_no_answer_from_the_others(
+    redis_server: RedisServer, start_cache: StartCache
+) -> None:
+    cache = await start_cache(redis_server.url, redis_timeout_ms=500)
+    await eventually(lambda: not cache.is_degraded)
+    cache.put_tokens("kept", [7])
+    await cache.drain_writes()
+    tasks = [asyncio.create_task(cache.get_tokens("kept")) for _ in range(3)]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    assert await asyncio.gather(*tasks[1:]) == [[7], [7]]
+
+
+async def test_a_redis_that_is_away_from_the_start_is_reported_once_with_a_reason(
+    start_cache: StartCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = await start_cache("unix:///nonexistent/redis.sock")
+    await eventually(lambda: bool(away_lines(caplog)))
+    assert await cache.get_tokens("x") is None and cache.is_degraded
+    (line,) = away_lines(caplog)
+    assert "/nonexistent/redis.sock" in line
 
 
 async def test_OP09_redis_dies_and_returns_under_requests(start_scheduler: Any, start_router: Any, says: Any) -> None:
