@@ -196,15 +196,17 @@ class SchedulerLink:
                 reason = "the scheduler ended the session"
             except (grpc.aio.AioRpcError, TimeoutError, ValueError, SessionLost) as error:
                 details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-                reason = details or type(error).__name__
+                reason = " ".join((details or type(error).__name__).split())
             except Exception:  # a bug must not end the link for good
                 _log.exception("session with scheduler %s failed", self.address)
                 reason = "internal error"
             finally:
-                self._drop_session()
+                num_requests = self._drop_session()
             if self._was_connected:
                 backoff = BACKOFF_FIRST_S
-                _log.warning("lost scheduler %s: %s", self.address, reason)
+                _log.warning(
+                    "lost scheduler %s (%s); requests that go on elsewhere: %d", self.address, reason, num_requests
+                )
             await asyncio.sleep(backoff)
             backoff = min(BACKOFF_MOST_S, backoff * 2)
 
@@ -277,7 +279,8 @@ class SchedulerLink:
         self.hello = hello
         self._on_change()
 
-    def _drop_session(self) -> None:
+    def _drop_session(self) -> int:
+        """Forget what the session brought; returns how many requests were on it."""
         channels, self._channels = self._channels, {}
         self.hello = None
         self.load = scheduler_pb2.LoadReport()
@@ -288,3 +291,4 @@ class SchedulerLink:
             channel.lose()
         if self._was_connected:
             self._on_change()
+        return len(channels)

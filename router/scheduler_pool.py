@@ -27,6 +27,8 @@ ADMISSION_WAIT_S = 3.0
 RESUME_WAIT_S = 120.0
 # Losses in a row without a single new token: then the request itself is suspected.
 MAX_FRUITLESS_LOSSES = 5
+# Requests that a scheduler gives up in this time for one reason are one line of the log.
+GIVEN_UP_LOG_S = 1.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,6 +63,25 @@ class _Delivered:
         return len(self.finished) >= self.num_sequences
 
 
+class GivenUpLog:
+    """Counts requests that schedulers gave up by themselves, and logs one line for many."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], int] = {}
+
+    def add(self, address: str, reason: str) -> None:
+        """A request was given up at `address` and goes on elsewhere."""
+        if not self._counts:
+            asyncio.get_running_loop().call_later(GIVEN_UP_LOG_S, self.flush)
+        self._counts[address, reason] = self._counts.get((address, reason), 0) + 1
+
+    def flush(self) -> None:
+        """Log what was counted."""
+        counts, self._counts = self._counts, {}
+        for (address, reason), count in counts.items():
+            _log.warning("scheduler %s gave up requests that go on elsewhere: %d (%s)", address, count, reason)
+
+
 class SchedulerPool:
     """Keeps one session per address and routes requests over them.
 
@@ -73,6 +94,7 @@ class SchedulerPool:
     def __init__(self, addresses: list[str], metrics: RouterMetrics, *, vocab_size: int = 0) -> None:
         router_id = f"{socket.gethostname()}-{os.getpid()}"
         self._metrics = metrics
+        self._given_up = GivenUpLog()
         self._vocab_size = vocab_size
         self._changed = asyncio.Event()
         self.links = [SchedulerLink(a, router_id, __version__, self._on_change) for a in dict.fromkeys(addresses)]
@@ -89,6 +111,7 @@ class SchedulerPool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._given_up.flush()
 
     def loads(self) -> list[SchedulerLoad]:
         """Load of each scheduler."""
@@ -131,6 +154,10 @@ class SchedulerPool:
     def count_resubmission(self) -> None:
         """A stream lost its scheduler and goes on."""
         self._metrics.resubmissions.inc()
+
+    def note_given_up(self, link: SchedulerLink, error: PagemillError) -> None:
+        """A scheduler that stays connected gave a request up."""
+        self._given_up.add(link.address, error.message)
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Wait until a scheduler is ready.
@@ -224,12 +251,14 @@ class RoutedStream:
             except SessionLost:
                 await self._on_loss(link, UnavailableError(f"scheduler {link.address} was lost"))
             except UnavailableError as error:
-                finished = True  # the scheduler gave it up by itself
+                finished = True
+                self._pool.note_given_up(link, error)
                 await self._on_loss(link, error)
             except OverloadedError as error:
                 finished = True
                 if not (self._delivered.token_ids or self._pool.has_alternative(self._excluded | {link.address})):
                     raise
+                self._pool.note_given_up(link, error)
                 await self._on_loss(link, error)
             except PagemillError as error:
                 finished = not isinstance(error, DeadlineError)
@@ -283,5 +312,5 @@ class RoutedStream:
         if self._fruitless_losses > MAX_FRUITLESS_LOSSES:
             raise error
         self._pool.count_resubmission()
-        _log.warning("request goes on elsewhere: %s", error.message, extra={"request_id": self._request.request_id})
+        _log.debug("request goes on elsewhere: %s", error.message, extra={"request_id": self._request.request_id})
         await asyncio.sleep(min(1.0, 0.05 * 2**self._fruitless_losses))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import pytest
@@ -58,6 +59,38 @@ async def test_a_stream_goes_on_at_another_scheduler(start_scheduler: Any, start
     first.drop_sessions()
     assert (await task).sequences[0].text == LONG
     assert len(other.submits) == 1 and other.submits[0].delivered
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+async def test_a_lost_scheduler_is_one_line_however_many_streams_it_had(
+    start_scheduler: Any, start_router: Any, says: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = await start_scheduler(says(LONG))
+    scheduler.max_steps = 5
+    parts = await start_router(scheduler)
+    tasks = [asyncio.create_task(complete(parts, prompt())) for _ in range(20)]
+    await eventually(lambda: len(scheduler.submits) == 20 and scheduler.num_steps == 5)
+    await scheduler.restart()
+    scheduler.max_steps = None
+    assert {(await task).sequences[0].text for task in tasks} == {LONG}
+    (line,) = warnings(caplog)
+    assert line.startswith(f"lost scheduler {scheduler.address} (") and line.endswith("go on elsewhere: 20")
+    assert "\n" not in line
+
+
+async def test_requests_given_up_for_one_reason_are_one_line(
+    start_scheduler: Any, start_router: Any, says: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = await start_scheduler(says("hi"))
+    scheduler.refuse = [error(14, "worker lost")] * 8
+    parts = await start_router(scheduler)
+    answers = await asyncio.gather(*(complete(parts, prompt()) for _ in range(8)))
+    assert {a.sequences[0].text for a in answers} == {"hi"}
+    await eventually(lambda: len(warnings(caplog)) == 1)
+    assert warnings(caplog)[0].endswith("go on elsewhere: 8 (worker lost)")
 
 
 async def test_sequences_that_ended_before_the_loss_are_not_run_again(
