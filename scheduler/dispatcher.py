@@ -144,6 +144,9 @@ class Dispatcher:
                 self._deliver(owner, output, step)
         if turn.cache_changes is not None:
             self._directory.apply(engine, turn.cache_changes)
+        if turn.became_idle:
+            # Load that is over must not steer requests away, nor alarm anybody, until the next tick.
+            self._report_load([], [])
 
     def on_stopped(self, engine: Engine, requests: list[NewRequest], error: PagemillError | None) -> None:
         """Move the requests of an engine that has ended."""

@@ -46,6 +46,7 @@ class Turn:
     outputs: list[tuple[int, StepOutputs]] = field(default_factory=list)  # (step, outputs), in order
     cache_changes: CacheChanges | None = None
     num_commands: int = 0  # commands that were carried out
+    became_idle: bool = False  # nothing runs, waits or is in flight any more
 
 
 class EngineEvents(Protocol):
@@ -190,10 +191,10 @@ class Engine:
             self._turn.messages.append(plan_to_proto(plan))
         if core.has_outputs:
             self._turn.outputs.append((0, core.take_outputs()))
+        self._note_idleness()
         self._post_turn()
         if self._sent_s and time.monotonic() - self._sent_s[0] > self._worker_timeout_s:
             raise UnavailableError(f"the worker sent no result for {self._worker_timeout_s:g} s")
-        self._note_idleness()
 
     def _take_result(self, result: worker_pb2.StepResult) -> None:
         outputs = self.core.update(result_from_proto(result))
@@ -206,6 +207,7 @@ class Engine:
     def _note_idleness(self) -> None:
         is_busy = bool(self.core.num_requests or self._sent_s)
         if self._was_busy and not is_busy:
+            self._turn.became_idle = True
             self._observer.idle()
             if self._checks_integrity:
                 self.core.check_integrity()
@@ -237,7 +239,7 @@ class Engine:
 
     def _post_turn(self) -> None:
         turn = self._turn
-        if turn.messages or turn.outputs or turn.num_commands:
+        if turn.messages or turn.outputs or turn.num_commands or turn.became_idle:
             self._turn = Turn()
             self._post(self._events.on_turn, self, turn)
 

@@ -16,6 +16,7 @@ from pagemill.config import SchedulerSettings
 from pagemill.rpc import aio_channel
 from pagemill.sampling_params import sequence_seed
 from pagemill.v1 import common_pb2, scheduler_pb2
+from scheduler import app as app_module
 from scheduler import session as session_module
 from scheduler.app import SchedulerProcess
 
@@ -95,6 +96,33 @@ async def test_64_streams_finish_and_leave_all_gauges_at_zero(deploy) -> None:
     assert d.metric("request_success_total", finished_reason="length") == 64
     assert d.metric("time_to_first_token_seconds_count") == 64
     assert d.metric("inter_token_latency_seconds_count") > 0
+
+
+@pytest.mark.parametrize(("configured", "in_force"), [(2048, 256), (64, 64)])
+async def test_a_step_holds_the_smaller_of_both_bounds(deploy, configured: int, in_force: int) -> None:
+    d = await deploy(max_num_batched_tokens=configured)
+    worker = await d.worker()
+    assert worker.capacity.max_step_tokens == 256
+    assert worker.attached.max_num_batched_tokens == in_force
+    router = await d.router()
+    await router.submit(1, [1 + i % 900 for i in range(600)], 1)
+    await router.wait(1)
+    # Two steps are in flight when the last chunk's result ends the request.
+    assert -(-600 // in_force) <= worker.num_results <= -(-600 // in_force) + 1
+
+
+async def test_a_scheduler_that_becomes_idle_says_so_at_once(deploy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "TICK_S", 3600.0)
+    d = await deploy()
+    await d.worker()
+    router = await d.router()
+    for handle in range(3):
+        before = len(router.loads)
+        await router.submit(handle, [1, 2, 3])
+        await router.wait(handle)
+        await until(lambda before=before: len(router.loads) > before, "a report")
+        load = router.loads[-1]
+        assert (load.running, load.waiting, load.free_blocks) == (0, 0, load.total_blocks)
 
 
 async def test_routers_and_workers_come_in_any_order(deploy) -> None:
