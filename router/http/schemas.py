@@ -7,6 +7,7 @@ table with the values at which it has no effect.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Self, TypeVar
 
@@ -54,6 +55,20 @@ REFUSED_CHAT: dict[str, tuple[Any, ...]] = _REFUSED_GENERATION | {
 }
 
 
+# What pydantic's kinds of fault ask for.
+_WANTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+
+
 def parse(model: type[RequestT], body: dict[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> RequestT:
     """A validated body.
 
@@ -67,17 +82,48 @@ def parse(model: type[RequestT], body: dict[str, Any], refused: Mapping[str, tup
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-        message = first["msg"].removeprefix("Value error, ")
-        raise InvalidRequestError(f"{path}: {message}" if path else message, field=path) from None
+        raise _refusal(error.errors(include_url=False, include_context=False)[0]) from None
+
+
+def _refusal(fault: Any) -> InvalidRequestError:
+    """One fault that pydantic found, in the words of `SamplingParams.validate`: "x is 5, must be a string"."""
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).lstrip(".")
+    kind, message = fault["type"], fault["msg"]
+    if kind == "missing":
+        text = f"{path} is required"
+    elif kind == "too_short":
+        text = f"{path} is empty"
+    elif kind == "value_error":  # our own: it goes on behind the name
+        text = f"{path} {message.removeprefix('Value error, ')}"
+    elif kind in _WANTED or message.startswith("Input should be "):
+        wanted = _WANTED.get(kind) or message.removeprefix("Input should be ")
+        text = f"{path} is {shown(fault['input'])}, must be {wanted}"
+    else:
+        text = f"{path}: {message}"
+    return InvalidRequestError(text, field=path)
+
+
+def shown(value: Any) -> str:
+    """A value for an error message, cut where it is long."""
+    text = json.dumps(value) if isinstance(value, bool) or value is None else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _check_prompt(value: Any) -> Any:
-    is_list = isinstance(value, list)
-    if isinstance(value, str) or (is_list and value and _is_prompt_list(value)):
+    if value in ([], [[]]):
+        raise ValueError("is empty")
+    if isinstance(value, list) and all(isinstance(item, list) for item in value) and [] in value:
+        raise ValueError(f"is empty at position {value.index([])}")
+    if isinstance(value, str) or (isinstance(value, list) and _is_prompt_list(value)):
         return value
     raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+
+
+def _check_stop(value: Any) -> Any:
+    is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if value is None or isinstance(value, str) or is_list:
+        return value
+    raise ValueError(f"is {shown(value)}, must be a string or a list of strings")
 
 
 def _is_prompt_list(value: list[Any]) -> bool:
@@ -98,13 +144,13 @@ def _read_logit_bias(value: Any) -> Any:
         return value
     for key in value:
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-            raise ValueError(f"{key[:40]!r} is not a token id")
+            raise ValueError(f"holds {key[:40]!r}, which is not a token id")
     return {int(key): bias for key, bias in value.items()}
 
 
 Prompt = Annotated[Any, BeforeValidator(_check_prompt)]
 LogitBias = Annotated[dict[int, float] | None, BeforeValidator(_read_logit_bias)]
-StopStrings = Annotated[str | list[str] | None, Field(union_mode="left_to_right")]
+StopStrings = Annotated[str | list[str] | None, BeforeValidator(_check_stop)]
 
 
 class RequestBody(BaseModel):

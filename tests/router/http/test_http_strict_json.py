@@ -22,6 +22,42 @@ def test_sv04_non_finite_literals_are_refused_by_path(template: str, field: str,
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": "hot"}, "temperature is 'hot', must be a number"),
+        ({"max_tokens": 1.5}, "max_tokens is 1.5, must be an integer"),
+        ({"stream": "yes"}, "stream is 'yes', must be true or false"),
+        ({"ignore_eos": 1}, "ignore_eos is 1, must be true or false"),
+        ({"model": True}, "model is true, must be a string"),
+        ({"stop": 5}, "stop is 5, must be a string or a list of strings"),
+        ({"stop": ["a", 5]}, "stop is ['a', 5], must be a string or a list of strings"),
+        ({"stop_token_ids": [1, "b"]}, "stop_token_ids[1] is 'b', must be an integer"),
+        ({"stream_options": []}, "stream_options is [], must be an object"),
+        ({"logit_bias": {"x": 1}}, "logit_bias holds 'x', which is not a token id"),
+        ({"priority": 2**40}, f"priority is {2**40}, must be less than 2147483648"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": [[]]}, "prompt is empty"),
+        ({"prompt": [[1], []]}, "prompt is empty at position 1"),
+        (
+            {"prompt": 5},
+            "prompt must be a string, a list of strings, a list of token ids or a list of such lists",
+        ),
+    ],
+)
+def test_faults_are_told_in_one_form(change: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse(CompletionRequest, {"prompt": "a"} | change, REFUSED_COMPLETION)
+    assert caught.value.message == message
+
+
+def test_what_is_missing_or_empty_is_told_by_name() -> None:
+    for body, message in (({}, "messages is required"), ({"messages": []}, "messages is empty")):
+        with pytest.raises(InvalidRequestError) as caught:
+            parse(ChatCompletionRequest, body, REFUSED_CHAT)
+        assert (caught.value.message, caught.value.field) == (message, "messages")
+
+
 @pytest.mark.parametrize("raw", [rb'{"stop": ["a", "\ud800"]}', rb'{"stop": ["a", "x\uDFFF"]}'])
 def test_half_a_surrogate_pair_is_refused_by_path(raw: bytes) -> None:
     with pytest.raises(InvalidRequestError, match="Unicode") as caught:
