@@ -96,7 +96,9 @@ class SchedulerSettings(CommonSettings):
 
     host: str = Field("127.0.0.1", description="address that routers and workers dial")
     port: Port = Field(50052, description="port that routers and workers dial; 0 picks one")
-    max_num_batched_tokens: int = Field(2048, ge=1, description="most tokens in one step")
+    max_num_batched_tokens: int = Field(
+        2048, ge=1, description="most tokens in one step, where the worker does not hold less (512 on a CPU)"
+    )
     max_num_seqs: int = Field(256, ge=1, description="most sequences running at once")
     max_queued_requests: int = Field(1024, ge=1, description="requests waiting; more are refused")
     max_queued_tokens: int = Field(4 << 20, ge=1, description="prompt tokens waiting; more are refused")
@@ -119,7 +121,9 @@ class WorkerSettings(CommonSettings):
     gpu_memory_utilization: float = Field(0.90, gt=0, le=1, description="share of GPU memory to use")
     max_model_len: int | None = Field(None, ge=1, description="longest sequence; unset: the model's own")
     max_num_seqs: int = Field(256, ge=1, description="sequence slots")
-    max_num_batched_tokens: int = Field(8192, ge=1, description="most tokens that a step may hold")
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, description="most tokens that a step may hold; unset: 512 on a CPU, 8192 on a GPU"
+    )
     num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; unset: chosen from the cores")
     enforce_eager: bool = Field(False, description="no CUDA graphs")
     seed: int = Field(0, ge=0, description="seed of dummy weights")

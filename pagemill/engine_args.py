@@ -30,7 +30,7 @@ class EngineArgs:
         kv_cache_gib: KV memory on CPU where num_blocks is None.
         gpu_memory_utilization: share of GPU memory to use.
         max_num_seqs: most sequences running at once.
-        max_num_batched_tokens: most tokens in one step.
+        max_num_batched_tokens: most tokens in one step; None is 512 on a CPU, 8192 on a GPU.
         enable_prefix_caching: share KV of common prefixes.
         enforce_eager: no CUDA graphs.
         tensor_parallel_size: GPUs that share one model; 1 is supported.
@@ -52,7 +52,7 @@ class EngineArgs:
     kv_cache_gib: float = 1.0
     gpu_memory_utilization: float = 0.90
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     tensor_parallel_size: int = 1

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import torch
 
 from pagemill.errors import ConfigError
+from worker import kernels
 
 _DTYPES = {
     "float32": torch.float32,
@@ -29,22 +28,16 @@ class Device:
     torch_device: torch.device
 
 
-@cache
-def cpu_flags() -> frozenset[str]:
-    """Instruction-set flags as Linux names them; empty where they cannot be read."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    for line in text.splitlines():
-        if line.startswith(("flags", "Features")):
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()
+# Instruction sets whose kernels multiply bfloat16 natively; the others widen it first.
+_BFLOAT16_ISAS = ("avx512bf16", "amx")
+# A prompt's chunk is computed in one step together with the running sequences, whose next tokens wait for it. These are
+# the largest chunks worth having: below, the device is not filled; beyond, streams stall for nothing.
+_MAX_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """Whether bfloat16 products are faster than float32 ones on this CPU."""
-    return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+    """Whether the kernels in use, $PAGEMILL_CPU_ISA taken into account, are faster in bfloat16 than in float32."""
+    return kernels.cpu_isa() in _BFLOAT16_ISAS
 
 
 def pick_device(setting: str) -> Device:
@@ -78,6 +71,11 @@ def pick_dtype(setting: str, config_dtype: torch.dtype | None, device: Device) -
     if dtype is None:
         raise ConfigError(f"dtype must be one of auto, {', '.join(_DTYPES)}; got {setting!r}", field="dtype")
     return dtype
+
+
+def pick_max_step_tokens(setting: int | None, device: Device) -> int:
+    """Most tokens in one step: as set, else what suits the device."""
+    return setting if setting is not None else _MAX_STEP_TOKENS[device.kind]
 
 
 def dtype_from_name(name: object) -> torch.dtype | None:

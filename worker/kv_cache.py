@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from pagemill.errors import ConfigError
 from worker.device import Device
+from worker.memory import available_bytes
 
 BLOCK_SIZES = (8, 16, 32, 64)
 
@@ -84,15 +83,3 @@ def allocate_cache(spec: KVSpec, dtype: torch.dtype, block_size: int, num_blocks
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros in pages that the system backs when they are first used: to write them all would cost half the start."""
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
-
-
-def available_bytes() -> int:
-    """Memory that the system can give without swapping; more than any size where that cannot be read."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return sys.maxsize
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return sys.maxsize

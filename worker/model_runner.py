@@ -15,7 +15,7 @@ from pagemill.model_source import load_config, resolve_model
 from pagemill.step import PromptChunkLogprobs, SlotFailure, StepPlan, StepResult, TokenLogprobs, WorkerCapacity
 from worker import kernels
 from worker.batch import BatchBuilder, StepBatch
-from worker.device import dtype_from_name, dtype_name, pick_device, pick_dtype
+from worker.device import dtype_from_name, dtype_name, pick_device, pick_dtype, pick_max_step_tokens
 from worker.kv_cache import allocate_cache, choose_num_blocks
 from worker.layers.context import LayerContext
 from worker.loader import WeightReader, model_fingerprint, open_source
@@ -61,6 +61,7 @@ class ModelRunner:
         self._model.load_weights(reader)
         reader.warn_unused()
         max_model_len = self._max_model_len(settings)
+        max_step_tokens = pick_max_step_tokens(settings.max_num_batched_tokens, self.device)
         num_blocks = choose_num_blocks(
             self._model.kv_spec, self.dtype, settings.block_size, settings.num_blocks, settings.kv_cache_gib
         )
@@ -70,14 +71,14 @@ class ModelRunner:
             num_slots=settings.max_num_seqs,
             max_model_len=max_model_len,
             vocab_size=self._model.vocab_size,
-            max_step_tokens=settings.max_num_batched_tokens,
+            max_step_tokens=max_step_tokens,
             kv_bytes_per_token=self._model.kv_spec.bytes_per_token(self.dtype),
             shares_prefixes=not self._model.kv_depends_on_prompt_length,
         )
-        self._model.allocate(settings.max_num_batched_tokens, max_model_len)
+        self._model.allocate(max_step_tokens, max_model_len)
         self._cache = allocate_cache(self._model.kv_spec, self.dtype, settings.block_size, num_blocks, self.device)
         self._table = SlotTable(settings.max_num_seqs, max_model_len, settings.block_size, num_blocks)
-        self._builder = BatchBuilder(self._table, settings.max_num_batched_tokens)
+        self._builder = BatchBuilder(self._table, max_step_tokens)
         self._sampler = Sampler(self._table, self._model.vocab_size)
         self._prompt_logprob_slots = np.full(settings.max_num_seqs, -1, dtype=np.int32)
         self._failed = np.zeros(settings.max_num_seqs, dtype=np.bool_)
