@@ -52,7 +52,7 @@ $(DEVELOPMENT): pyproject.toml $(DEPENDENCIES)
 # Of the build's long output its progress is shown, and all of its end where it fails.
 $(NATIVE): $(DEPENDENCIES) $(NATIVE_SOURCES)
 	@command -v c++ g++ clang++ >/dev/null || { echo "a C++ compiler is needed, such as g++ or clang++" >&2; exit 1; }
-	@echo "building the native kernels: one to five minutes, by the number of cores" >&2
+	@echo "building the native kernels: one to ten minutes, by the number of cores" >&2
 	@set -o pipefail; PATH="$(CURDIR)/$(VENV)/bin:$$PATH" \
 		$(PY) -m pip install --verbose --no-build-isolation --no-deps --editable . 2>&1 | tee $(NATIVE_LOG) \
 		| { grep --line-buffered -oE '\[[0-9]+/[0-9]+\] .{0,90}' >&2 || true; } \
