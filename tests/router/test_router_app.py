@@ -69,9 +69,13 @@ async def start_process() -> AsyncIterator[Callable[..., Awaitable[RouterProcess
         await process.communicate()
 
 
-async def health_of(channel: grpc.aio.Channel) -> int:
-    response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-    return int(response.status)
+async def health_becomes(channel: grpc.aio.Channel, status: int) -> None:
+    """The health service follows the pipeline's readiness by polling it."""
+    deadline = time.monotonic() + 30
+    stub = health_pb2_grpc.HealthStub(channel)
+    while (await stub.Check(health_pb2.HealthCheckRequest())).status != status:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
 
 
 async def reflected_services(channel: grpc.aio.Channel) -> set[str]:
@@ -114,11 +118,11 @@ async def test_both_faces_serve_and_a_drain_finishes_streams(
         call = stub.Generate(request)
         messages = aiter(call)
         first = await anext(messages)
-        assert await health_of(channel) == health_pb2.HealthCheckResponse.SERVING
+        await health_becomes(channel, health_pb2.HealthCheckResponse.SERVING)
 
         router.process.send_signal(signal.SIGTERM)
         await readiness_becomes(router, 503)
-        assert await health_of(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
+        await health_becomes(channel, health_pb2.HealthCheckResponse.NOT_SERVING)
         assert (await client.post("/v1/completions", json=body)).status_code == 503
         scheduler.max_steps = None
         rest = [m async for m in messages]
@@ -138,7 +142,7 @@ async def test_it_serves_health_before_a_scheduler_is_there_and_becomes_ready_by
         answer = await client.get("/health/ready")
         assert answer.status_code == 503 and answer.json()["missing"] == ["scheduler"]
         assert (await client.get("/health/live")).status_code == 200
-        assert await health_of(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
+        await health_becomes(channel, health_pb2.HealthCheckResponse.NOT_SERVING)
         scheduler = await start_scheduler(says("hi"))
         await scheduler.stop()
         await scheduler.start(port)
