@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
+
 from pagemill.rpc import aio_server, bind
 from pagemill.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 
@@ -123,7 +125,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServicer):
                 task.cancel()
 
     async def _read(self, session: Session, messages: Any) -> None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(grpc.aio.BaseError):  # the router is gone
             async for message in messages:
                 kind = message.WhichOneof("message")
                 if kind == "submit":
