@@ -12,6 +12,13 @@ enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 constexpr int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
+// How the paged cache holds its numbers: as the activations do, or in 8 bits with a scale per KV head.
+enum class KvDType : int32_t { kActivation = 0, kFp8E4M3 = 1, kFp8E5M2 = 2 };
+
+constexpr int64_t kv_bytes(KvDType kv_dtype, DType dtype) {
+  return kv_dtype == KvDType::kActivation ? dtype_bytes(dtype) : 1;
+}
+
 // out = x / rms(x) * weight over rows of `hidden`. With `residual`: residual += x first, and out is the norm of that.
 struct RmsNormParams {
   void* out;           // [num_tokens, hidden]
@@ -51,10 +58,13 @@ struct StoreKvParams {
   void* key_cache;              // [num_blocks, num_kv_heads, block_size, head_size], contiguous
   void* value_cache;            // same
   const int64_t* slot_mapping;  // [num_tokens]: block * block_size + offset
+  const float* key_scale;       // [num_kv_heads] or null (1): an 8-bit cache holds number / scale, rounded to even
+  const float* value_scale;     // same; numbers beyond the largest finite one are clipped to it
   int64_t num_tokens, num_blocks;
   int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
   int32_t num_kv_heads, head_size, block_size;
   DType dtype;
+  KvDType kv_dtype;
 };
 
 // Causal attention of each sequence's new tokens to all its tokens so far, through the block tables. The new tokens
@@ -71,11 +81,28 @@ struct PagedAttentionParams {
   const float* alibi_slopes;    // [num_query_heads] or null
   const float* sinks;           // [num_query_heads] or null: a logit that takes part in the softmax without a value
   float* lse;                   // [num_tokens, num_query_heads] or null: log of the softmax denominator
+  const float* key_scale;       // [num_kv_heads] or null (1): what an 8-bit cache's numbers are multiplied with
+  const float* value_scale;     // same
   int64_t num_tokens, num_blocks, num_table_rows, max_blocks;
   int64_t out_token_stride, out_head_stride, query_token_stride, query_head_stride, block_table_stride;
   int32_t num_seqs, num_query_heads, num_kv_heads, head_size, block_size;
   int32_t window;  // keys that a token sees, itself included; -1: all
   float scale, soft_cap;
+  DType dtype;
+  KvDType kv_dtype;
+};
+
+// Joins two results of attention of the same queries to disjoint sets of keys (cascade and context parallel):
+// out = (a * exp(lse_a) + b * exp(lse_b)) / (exp(lse_a) + exp(lse_b)), lse = log of that denominator. A side whose lse
+// is -inf saw no key. out may be a or b; lse may be lse_a or lse_b.
+struct MergeAttentionParams {
+  void* out;           // [num_rows, head_size]; a row is one head of one token
+  float* lse;          // [num_rows] or null
+  const void* a;       // [num_rows, head_size]
+  const float* lse_a;  // [num_rows]
+  const void* b;       // [num_rows, head_size]
+  const float* lse_b;  // [num_rows]
+  int64_t num_rows, head_size;
   DType dtype;
 };
 
@@ -107,6 +134,19 @@ struct CopyBlocksParams {
   const int64_t* sources;       // [num_copies]
   const int64_t* destinations;  // [num_copies]
   int64_t num_caches, num_copies, num_blocks, block_bytes;
+};
+
+// Copies whole blocks between each layer's caches and their copies in host memory: blocks[i] of a cache from or to
+// host_blocks[i]. On CUDA host memory must be pinned, and the copies are ordered by the stream.
+enum class SwapDirection : int32_t { kToHost = 0, kToDevice = 1 };
+
+struct SwapBlocksParams {
+  void* const* caches;         // [num_caches] base addresses
+  void* const* host_caches;    // [num_caches] base addresses
+  const int64_t* blocks;       // [num_copies], in host memory
+  const int64_t* host_blocks;  // [num_copies], in host memory
+  int64_t num_caches, num_copies, num_blocks, num_host_blocks, block_bytes;
+  SwapDirection direction;
 };
 
 // One token per row of logits. Per-row arrays may be null: the value in brackets holds for every row then.
