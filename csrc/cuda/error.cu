@@ -20,12 +20,13 @@ int fail(const char* format, ...) {
   va_start(arguments, format);
   std::vsnprintf(message, sizeof(message), format, arguments);
   va_end(arguments);
-  return 1;
+  return kRefused;
 }
 
 int check_cuda(const char* operation, cudaError_t error) {
   if (error == cudaSuccess) return 0;
-  return fail("%s: %s (%s)", operation, cudaGetErrorString(error), cudaGetErrorName(error));
+  fail("%s: %s (%s)", operation, cudaGetErrorString(error), cudaGetErrorName(error));
+  return kCudaFailed;
 }
 
 const DeviceLimits* device_limits() {

@@ -1,7 +1,7 @@
 // C interface of the CUDA kernels: the names and Params of kernels.h, on device memory, in the order of a stream.
 //
-// Each function returns 0 after the launch, or non-zero with a message in pagemill_cuda_last_error() (of the calling
-// thread) and nothing launched. None allocates or synchronises, so each can be captured in a CUDA graph. `stream` is a
+// Each function returns 0 after the launch; 1 where an argument is wrong and nothing was launched, or 2 where CUDA
+// failed, with a message in pagemill_cuda_last_error() of the calling thread. None allocates or synchronises, so each can be captured in a CUDA graph. `stream` is a
 // cudaStream_t of the current device. Params' pointers are device memory unless said otherwise. What the CPU kernels
 // check by reading memory (slots, block ids, token ids, positions) is checked on the device in debug builds alone
 // (PAGEMILL_DEVICE_CHECKS); elsewhere a slot or row outside its table is skipped.
@@ -69,5 +69,7 @@ int pagemill_cuda_paged_attention_v2(const pagemill::PagedAttentionParams* param
                                      const pagemill::AttentionLaunch* launch, void* stream);
 
 int64_t pagemill_cuda_skinny_linear_workspace(const pagemill::SkinnyLinearParams* params);
+// 1 where the kernel is faster than a general library's product for this shape, by measurement; otherwise 0.
+int32_t pagemill_cuda_skinny_linear_wins(const pagemill::SkinnyLinearParams* params);
 int pagemill_cuda_skinny_linear(const pagemill::SkinnyLinearParams* params, void* stream);
 }

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "bind.h"
 #include "pagemill/cpu_features.h"
 #include "pagemill/linear.h"
 #include "pagemill/thread_pool.h"
@@ -51,10 +52,9 @@ void apply(const PackedLinear& linear, uintptr_t x, int64_t num_rows, int64_t x_
 
 }  // namespace
 
-}  // namespace pagemill
+namespace bindings {
 
 void bind_linear(py::module_& module) {
-  using namespace pagemill;
   py::class_<PackedLinear>(module, "PackedLinear")
       .def(py::init(&pack), py::call_guard<py::gil_scoped_release>())
       .def("apply", &apply)
@@ -66,3 +66,6 @@ void bind_linear(py::module_& module) {
   module.def("probe_read_bandwidth", &probe_read_bandwidth, py::call_guard<py::gil_scoped_release>());
   module.def("probe_bf16_peak", &probe_bf16_peak, py::call_guard<py::gil_scoped_release>());
 }
+
+}  // namespace bindings
+}  // namespace pagemill

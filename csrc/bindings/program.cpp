@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "bind.h"
 #include "pagemill/program.h"
 
 namespace py = pybind11;
@@ -134,10 +135,10 @@ void run(const Program& program, const std::vector<Address>& addresses, const st
 }
 
 }  // namespace
-}  // namespace pagemill
+
+namespace bindings {
 
 void bind_program(py::module_& module) {
-  using namespace pagemill;
   py::class_<Program>(module, "Program")
       .def(py::init<int64_t>())
       .def("add_embedding", &add_embedding)
@@ -148,3 +149,6 @@ void bind_program(py::module_& module) {
       .def("run", &run)
       .def_property_readonly("num_calls", &Program::num_calls);
 }
+
+}  // namespace bindings
+}  // namespace pagemill
