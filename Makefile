@@ -8,6 +8,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # Which torch to install. On a machine without GPU a CPU build saves gigabytes: see README.md.
 TORCH_SPEC ?= torch==2.13.0
+# What the CUDA kernels are compiled for, as "80 90a"; "all" or "off"; empty: the machine's own GPUs.
+CUDA_ARCHITECTURES ?=
 MODEL ?=
 ARGS ?=
 
@@ -19,17 +21,23 @@ DEVELOPMENT := $(VENV)/.development-installed
 NATIVE := $(VENV)/.native-built
 NATIVE_LOG := $(VENV)/native-build.log
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
+# The stamp holds the choice that was built; another one that is asked for is built anew.
+ifneq ($(CUDA_ARCHITECTURES),)
+ifneq ($(CUDA_ARCHITECTURES),$(shell cat $(NATIVE) 2>/dev/null))
+REBUILD := rebuild
+endif
+endif
 PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check
 CLANG_SOURCES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help install develop demo-model serve test lint format protos bench clean
+.PHONY: rebuild help install develop demo-model serve test lint format protos bench clean
 
 help:
 	@echo "make serve [MODEL=...] [ARGS=...]  set up and serve; without MODEL the demo model"
 	@echo "make test [ARGS=...]               set up and run the tests"
 	@echo "make lint                          ruff, mypy, clang-format, protos"
 	@echo "make format                        reformat Python and C++"
-	@echo "make install                       set up what serving needs"
+	@echo "make install                       set up what serving needs; CUDA_ARCHITECTURES=\"90a\" builds for other GPUs"
 	@echo "make develop                       set up what tests and checks need as well"
 	@echo "make demo-model | protos | bench | clean"
 
@@ -50,14 +58,15 @@ $(DEVELOPMENT): pyproject.toml $(DEPENDENCIES)
 	@touch $@
 
 # Of the build's long output its progress is shown, and all of its end where it fails.
-$(NATIVE): $(DEPENDENCIES) $(NATIVE_SOURCES)
+$(NATIVE): $(DEPENDENCIES) $(NATIVE_SOURCES) $(REBUILD)
 	@command -v c++ g++ clang++ >/dev/null || { echo "a C++ compiler is needed, such as g++ or clang++" >&2; exit 1; }
 	@echo "building the native kernels: one to ten minutes, by the number of cores" >&2
-	@set -o pipefail; PATH="$(CURDIR)/$(VENV)/bin:$$PATH" \
-		$(PY) -m pip install --verbose --no-build-isolation --no-deps --editable . 2>&1 | tee $(NATIVE_LOG) \
+	@set -o pipefail; options="$$($(PY) tools/cuda_build_options.py '$(CUDA_ARCHITECTURES)')" || exit 1; \
+		PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pip install --verbose --no-build-isolation --no-deps $$options \
+		--editable . 2>&1 | tee $(NATIVE_LOG) \
 		| { grep --line-buffered -oE '\[[0-9]+/[0-9]+\] .{0,90}' >&2 || true; } \
 		|| { tail -n 40 $(NATIVE_LOG) >&2; echo "the build failed; all of it is in $(NATIVE_LOG)" >&2; exit 1; }
-	@touch $@
+	@echo "$(CUDA_ARCHITECTURES)" > $@
 
 install: $(NATIVE)
 
@@ -94,3 +103,4 @@ bench: develop demo-model
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(NATIVE)
 	find pagemill router scheduler worker -name '*.so' -delete
+	rm -f worker/kernels/build_info.json

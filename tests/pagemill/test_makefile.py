@@ -61,6 +61,15 @@ def test_serving_after_tests_finds_all_done(tree: Path) -> None:
     assert not any(step in text for step in (SERVING, TESTING, BUILD))
 
 
+def test_other_cuda_architectures_than_those_that_were_built_are_built(tree: Path) -> None:
+    done(tree, ".dependencies-installed", ".native-built", ".development-installed")
+    assert BUILD in steps(tree, "install", "CUDA_ARCHITECTURES=90a")
+    (tree / ".venv" / ".native-built").write_text("90a\n")
+    assert BUILD not in steps(tree, "install", "CUDA_ARCHITECTURES=90a")
+    assert BUILD not in steps(tree, "install")
+    assert BUILD in steps(tree, "install", "CUDA_ARCHITECTURES=80 90a")
+
+
 def test_the_slow_steps_say_what_they_do_and_how_long_it_takes(tree: Path) -> None:
     said = [line for line in steps(tree, "test").splitlines() if line.startswith("echo")]
     assert len([line for line in said if "minute" in line]) == 3
