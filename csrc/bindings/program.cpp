@@ -59,7 +59,8 @@ void add_linear(Program& program, const PackedLinear& linear, Address x, int64_t
 
 // heads: query heads, key-value heads, head size, rotated dimensions, block size.
 void add_rope_and_store(Program& program, Address qkv, int64_t row_stride, Address key_cache, Address value_cache,
-                        int64_t num_blocks, const std::vector<int32_t>& heads, int layout, int dtype) {
+                        int64_t num_blocks, const std::vector<int32_t>& heads, int layout, int dtype, int kv_dtype,
+                        Address key_scale, Address value_scale) {
   RopeAndStoreCall c{};
   const int32_t head_size = heads.at(2);
   c.rotary.dtype = c.store.dtype = static_cast<DType>(dtype);
@@ -82,6 +83,9 @@ void add_rope_and_store(Program& program, Address qkv, int64_t row_stride, Addre
   c.store.key_token_stride = c.store.value_token_stride = row_stride;
   c.store.key_head_stride = c.store.value_head_stride = head_size;
   c.store.block_size = heads.at(4);
+  c.store.kv_dtype = static_cast<KvDType>(kv_dtype);
+  c.store.key_scale = pointer<float>(key_scale);
+  c.store.value_scale = pointer<float>(value_scale);
   program.add(c);
 }
 
@@ -89,7 +93,8 @@ void add_rope_and_store(Program& program, Address qkv, int64_t row_stride, Addre
 // size.
 void add_paged_attention(Program& program, Address out, Address query, Address key_cache, Address value_cache,
                          int64_t num_blocks, const std::vector<int64_t>& strides, const std::vector<int32_t>& heads,
-                         float scale, int32_t window, float soft_cap, int dtype) {
+                         float scale, int32_t window, float soft_cap, int dtype, int kv_dtype, Address key_scale,
+                         Address value_scale) {
   PagedAttentionParams p{};
   p.out = pointer<void>(out);
   p.query = pointer<void>(query);
@@ -108,6 +113,9 @@ void add_paged_attention(Program& program, Address out, Address query, Address k
   p.window = window;
   p.soft_cap = soft_cap;
   p.dtype = static_cast<DType>(dtype);
+  p.kv_dtype = static_cast<KvDType>(kv_dtype);
+  p.key_scale = pointer<float>(key_scale);
+  p.value_scale = pointer<float>(value_scale);
   program.add(p);
 }
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from worker.kernels._checks import DTYPE_CODES, Dims, PlanCache
+from worker.kernels._checks import DTYPE_CODES, Dims, PlanCache, placement, stream_of
 from worker.kernels._native import load_native
 
 _C = load_native()
@@ -25,11 +25,14 @@ def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: floa
     Shapes: out, x [num_tokens, hidden] (rows may be strided; out may be x), weight [hidden]; one dtype for all, or
     float32 x with out and weight of another.
     """
-    key = (x.shape, x.stride(), out.shape, out.stride(), weight.shape, x.dtype, out.dtype, weight.dtype, x.device)
+    key = (
+        x.shape, x.stride(), out.shape, out.stride(), weight.shape, x.dtype, out.dtype, weight.dtype,
+        placement(out, x, weight),
+    )  # fmt: skip
     plan = _norm_plans.get(key)
     if plan is None:
         plan = _norm_plans.remember(key, _norm_plan("rms_norm", out, x, weight, None))
-    plan(out.data_ptr(), x.data_ptr(), 0, weight.data_ptr(), eps)
+    plan(out.data_ptr(), x.data_ptr(), 0, weight.data_ptr(), eps, stream_of(x))
 
 
 def fused_add_rms_norm(
@@ -42,12 +45,12 @@ def fused_add_rms_norm(
     """
     key = (
         x.shape, x.stride(), out.shape, out.stride(), residual.shape, residual.stride(), weight.shape,
-        x.dtype, out.dtype, residual.dtype, weight.dtype,
+        x.dtype, out.dtype, residual.dtype, weight.dtype, placement(out, x, residual, weight),
     )  # fmt: skip
     plan = _norm_plans.get(key)
     if plan is None:
         plan = _norm_plans.remember(key, _norm_plan("fused_add_rms_norm", out, x, weight, residual))
-    plan(out.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps)
+    plan(out.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, stream_of(x))
 
 
 def check_norm(
@@ -70,7 +73,7 @@ def _norm_plan(
     dims = Dims(op)
     strides = check_norm(dims, out, x, weight, residual)
     return _C.RmsNorm(
-        dims["num_tokens"], dims["hidden"], *strides, DTYPE_CODES[out.dtype], x.dtype is not out.dtype
+        dims.device_code, dims["num_tokens"], dims["hidden"], strides, DTYPE_CODES[out.dtype], x.dtype is not out.dtype
     ).run  # fmt: skip
 
 
@@ -87,11 +90,14 @@ def gelu_and_mul(out: torch.Tensor, gate_up: torch.Tensor, approximate: Literal[
 
 
 def _activation_and_mul(out: torch.Tensor, gate_up: torch.Tensor, activation: str) -> None:
-    key = (activation, gate_up.shape, gate_up.stride(), out.shape, out.stride(), gate_up.dtype, out.dtype)
+    key = (
+        activation, gate_up.shape, gate_up.stride(), out.shape, out.stride(), gate_up.dtype, out.dtype,
+        placement(out, gate_up),
+    )  # fmt: skip
     plan = _activation_plans.get(key)
     if plan is None:
         plan = _activation_plans.remember(key, _activation_plan(out, gate_up, activation))
-    plan(out.data_ptr(), gate_up.data_ptr())
+    plan(out.data_ptr(), gate_up.data_ptr(), stream_of(out))
 
 
 def _activation_plan(out: torch.Tensor, gate_up: torch.Tensor, activation: str) -> object:
@@ -102,7 +108,7 @@ def _activation_plan(out: torch.Tensor, gate_up: torch.Tensor, activation: str) 
     strides = dims.tensor("gate_up", gate_up, ("num_tokens", "2*size"), (out.dtype,), contiguous=False)
     code = _ACTIVATION_CODES[activation]
     return _C.ActivationAndMul(
-        dims["num_tokens"], dims["size"], out_strides[0], strides[0], code, DTYPE_CODES[out.dtype]
+        dims.device_code, dims["num_tokens"], dims["size"], out_strides[0], strides[0], code, DTYPE_CODES[out.dtype]
     ).run
 
 
@@ -130,11 +136,12 @@ def _gather(op: str, out: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) 
         out.dtype,
         table.dtype,
         ids.dtype,
+        placement(out, table, ids),
     )
     plan = _gather_plans.get(key)
     if plan is None:
         plan = _gather_plans.remember(key, _gather_plan(op, out, table, ids))
-    plan(out.data_ptr(), table.data_ptr(), ids.data_ptr())
+    plan(out.data_ptr(), table.data_ptr(), ids.data_ptr(), stream_of(out))
 
 
 def check_embedding(dims: Dims, out: torch.Tensor, table: torch.Tensor) -> tuple[int, int]:
@@ -152,6 +159,7 @@ def _gather_plan(op: str, out: torch.Tensor, table: torch.Tensor, ids: torch.Ten
     dims.tensor("ids", ids, ("num_rows",), _INDEX_DTYPES)
     width = table.element_size()
     return _C.GatherRows(
-        dims["num_rows"], dims["num_table_rows"], dims["hidden"] * width, out_stride * out.element_size(),
-        table_stride * width, ids.dtype == torch.int64, out.dtype is not table.dtype, DTYPE_CODES[table.dtype],
+        dims.device_code, [dims["num_rows"], dims["num_table_rows"], dims["hidden"] * width],
+        [out_stride * out.element_size(), table_stride * width], ids.dtype == torch.int64,
+        out.dtype is not table.dtype, DTYPE_CODES[table.dtype],
     ).run  # fmt: skip

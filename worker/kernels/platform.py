@@ -1,6 +1,8 @@
-"""Threads and instruction set of the CPU kernels."""
+"""Threads and instruction set of the CPU kernels, and the CUDA devices of the others."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from worker.kernels._native import load_native
 
@@ -30,3 +32,14 @@ def best_cpu_isa() -> str:
 def set_cpu_isa(name: str) -> None:
     """Use an instruction set up to best_cpu_isa(), for tests and benchmarks; ValueError otherwise."""
     _C.set_cpu_isa(name)
+
+
+def cuda_devices() -> list[Any]:
+    """The CUDA devices that the kernels see.
+
+    Each has name, compute_capability (90 for 9.0), num_multiprocessors, l2_bytes and memory_bytes.
+
+    Raises:
+        RuntimeError: the CUDA kernels were not built, or do not load.
+    """
+    return [_C.cuda_device_info(index) for index in range(_C.cuda_device_count())]

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import torch
 
-from worker.kernels._checks import DTYPE_CODES, Dims
+from worker.kernels._checks import CPU_ONLY, DTYPE_CODES, Dims, address
 from worker.kernels._native import load_native
-from worker.kernels.attention import LAYOUTS, check_attention_sizes, check_caches
+from worker.kernels.attention import check_attention_sizes
 from worker.kernels.elementwise import check_embedding, check_norm
+from worker.kernels.kv_cache import LAYOUTS, check_caches, check_scales
 from worker.kernels.linear import ACCUMULATE, PackedGateUp, PackedLinear
 
 _C = load_native()
@@ -92,11 +93,11 @@ class Program:
         return self._parts[-1]
 
     def _dims(self, op: str) -> Dims:
-        return Dims(op, num_tokens=self._max_tokens)
+        return Dims(op, devices=CPU_ONLY, num_tokens=self._max_tokens)
 
     def embedding(self, out: torch.Tensor, table: torch.Tensor) -> None:
         """out = table[token_ids]; out [max_tokens, hidden] of the table's dtype or float32."""
-        dims = Dims("embedding", num_rows=self._max_tokens)
+        dims = Dims("embedding", devices=CPU_ONLY, num_rows=self._max_tokens)
         out_stride, table_stride = check_embedding(dims, out, table)
         if table_stride != dims["hidden"]:
             raise ValueError(f"embedding: table must be contiguous, its rows are {table_stride} apart")
@@ -140,20 +141,24 @@ class Program:
         num_query_heads: int,
         num_kv_heads: int,
         layout: Literal["neox", "interleaved"] = "neox",
+        *,
+        key_scale: torch.Tensor | None = None,
+        value_scale: torch.Tensor | None = None,
     ) -> None:
         """As `kernels.rope_and_store`, with positions, cos_sin and slots of the step."""
-        dims = Dims("rope_and_store", num_tokens=self._max_tokens, num_kv_heads=num_kv_heads)
+        dims = Dims("rope_and_store", devices=CPU_ONLY, num_tokens=self._max_tokens, num_kv_heads=num_kv_heads)
         if layout not in LAYOUTS:
             raise ValueError(f"{dims.op}: layout {layout!r} is not supported; supported: {', '.join(LAYOUTS)}")
-        check_caches(dims, key_cache, value_cache, qkv.dtype)
+        kv_dtype = check_caches(dims, key_cache, value_cache, qkv.dtype)
+        check_scales(dims, key_scale, value_scale)
         dims.sizes["width"] = (num_query_heads + 2 * num_kv_heads) * dims["head_size"]
         row_stride = dims.tensor("qkv", qkv, ("num_tokens", "width"), _ACTIVATIONS, contiguous=False)[0]
         if self._rot_dim % 2 or not 0 < self._rot_dim <= dims["head_size"]:
             raise ValueError(f"{dims.op}: rot_dim {self._rot_dim} must be even and at most {dims['head_size']}")
-        self._native(dims.op, qkv, key_cache, value_cache).add_rope_and_store(
+        self._native(dims.op, qkv, key_cache, value_cache, key_scale, value_scale).add_rope_and_store(
             qkv.data_ptr(), row_stride, key_cache.data_ptr(), value_cache.data_ptr(), dims["num_blocks"],
             [num_query_heads, num_kv_heads, dims["head_size"], self._rot_dim, dims["block_size"]],
-            LAYOUTS[layout], DTYPE_CODES[qkv.dtype],
+            LAYOUTS[layout], DTYPE_CODES[qkv.dtype], kv_dtype, address(key_scale), address(value_scale),
         )  # fmt: skip
 
     def paged_attention(
@@ -166,14 +171,17 @@ class Program:
         *,
         window: int = -1,
         soft_cap: float = 0.0,
+        key_scale: torch.Tensor | None = None,
+        value_scale: torch.Tensor | None = None,
     ) -> None:
         """As `kernels.paged_attention`, with block tables, starts and lengths of the step."""
         dims = self._dims("paged_attention")
-        strides = check_attention_sizes(dims, out, query, key_cache, value_cache)
-        self._native(dims.op, out, query, key_cache, value_cache).add_paged_attention(
+        strides, kv_dtype = check_attention_sizes(dims, out, query, key_cache, value_cache)
+        check_scales(dims, key_scale, value_scale)
+        self._native(dims.op, out, query, key_cache, value_cache, key_scale, value_scale).add_paged_attention(
             out.data_ptr(), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), dims["num_blocks"],
             strides, [dims["num_query_heads"], dims["num_kv_heads"], dims["head_size"], dims["block_size"]],
-            scale, window, soft_cap, DTYPE_CODES[query.dtype],
+            scale, window, soft_cap, DTYPE_CODES[query.dtype], kv_dtype, address(key_scale), address(value_scale),
         )  # fmt: skip
 
     def call(self, function: Callable[..., object], *buffers: torch.Tensor) -> None:

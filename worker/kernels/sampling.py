@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from worker.kernels._checks import DTYPE_CODES, Dims, PlanCache
+from worker.kernels._checks import DTYPE_CODES, Dims, PlanCache, address, placement, stream_of
 from worker.kernels._native import load_native
 
 _C = load_native()
@@ -68,6 +68,33 @@ _FIELD_TYPES = {
 }
 
 
+def sampling_workspace(
+    num_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device | str, *, num_top: int = 0
+) -> torch.Tensor | None:
+    """What `sample` and `token_logprobs` need on CUDA for at most `num_rows` rows of logits, whatever the parameters.
+
+    uint8, zero when made; kernels leave it reusable, one call after the other. None for the CPU.
+    """
+    if dtype not in DTYPE_CODES:
+        raise TypeError(
+            f"sampling_workspace: dtype {dtype} is not supported; supported: {', '.join(map(str, DTYPE_CODES))}"
+        )
+    device = torch.device(device)
+    if device.type == "cpu":
+        return None
+    with torch.cuda.device(device):
+        num_bytes = _C.sample_workspace(num_rows, vocab_size, num_top, DTYPE_CODES[dtype])
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+
+def _check_workspace(op: str, logits: torch.Tensor, num_top: int, workspace: torch.Tensor | None) -> None:
+    if workspace is None or workspace.dtype is not torch.uint8 or workspace.device != logits.device:
+        raise ValueError(f"{op}: workspace is needed on CUDA: see sampling_workspace")
+    needed = _C.sample_workspace(logits.shape[0], logits.shape[1], num_top, DTYPE_CODES[logits.dtype])
+    if workspace.numel() < needed:
+        raise ValueError(f"{op}: workspace has {workspace.numel()} bytes; {needed} are needed")
+
+
 def sample(
     logits: torch.Tensor,
     batch: SamplingBatch,
@@ -78,6 +105,7 @@ def sample(
     out_ranks: torch.Tensor | None = None,
     out_top_ids: torch.Tensor | None = None,
     out_top_logprobs: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> None:
     """Sample one token per row.
 
@@ -88,7 +116,8 @@ def sample(
     1 where a logit is NaN or +inf or all are -inf, and the id is 0 then. Of the raw distribution, before any
     processing, and at least -9999: out_logprobs [num_rows] float32 of the sampled token, out_ranks [num_rows] int32 (1
     + number of larger logits), out_top_ids [num_rows, num_top] int32 and out_top_logprobs [num_rows, num_top] float32,
-    descending.
+    descending. On CUDA `workspace` is what `sampling_workspace` gave, and nothing waits for the device: that lists of
+    ids end where they should is checked on the CPU alone.
     """
     params = [getattr(batch, name) for name in _BATCH_FIELDS]
     outputs = (out_ids, out_logprobs, out_ranks, out_status, out_top_ids, out_top_logprobs)
@@ -96,14 +125,18 @@ def sample(
         logits.shape, logits.stride(), logits.dtype,
         *[None if t is None else (t.shape, t.dtype) for t in params],
         *[None if t is None else (t.shape, t.dtype) for t in outputs],
+        placement(logits, *params, *outputs),
     )  # fmt: skip
     plan = _sample_plans.get(key)
     if plan is None:
         plan = _sample_plans.remember(key, _sample_plan(logits, params, outputs))
-    for name in _ID_LISTS:
-        if getattr(batch, f"{name}_offsets") is not None:
-            _check_end(name, batch)
-    plan([logits.data_ptr(), *[0 if t is None else t.data_ptr() for t in (*params, *outputs)]])
+    if logits.is_cuda:
+        _check_workspace("sample", logits, 0 if out_top_ids is None else out_top_ids.shape[1], workspace)
+    else:
+        for name in _ID_LISTS:
+            if getattr(batch, f"{name}_offsets") is not None:
+                _check_end(name, batch)
+    plan([logits.data_ptr(), *[address(t) for t in (*params, *outputs)]], address(workspace), stream_of(logits))
 
 
 def _check_end(name: str, batch: SamplingBatch) -> None:
@@ -131,7 +164,12 @@ def _sample_plan(
     dims.tensor("out_ids", out_ids, ("num_rows",), _INT64)
     _check_outputs(dims, out_logprobs, out_ranks, out_status, out_top_ids, out_top_logprobs)
     return _C.Sample(
-        dims["num_rows"], dims["vocab_size"], stride, dims.sizes.get("num_top", 0), DTYPE_CODES[logits.dtype]
+        dims.device_code,
+        dims["num_rows"],
+        dims["vocab_size"],
+        stride,
+        dims.sizes.get("num_top", 0),
+        DTYPE_CODES[logits.dtype],
     ).run
 
 
@@ -165,6 +203,8 @@ def token_logprobs(
     out_status: torch.Tensor,
     out_top_ids: torch.Tensor | None = None,
     out_top_logprobs: torch.Tensor | None = None,
+    *,
+    workspace: torch.Tensor | None = None,
 ) -> None:
     """Raw log-probabilities of given tokens, for prompts.
 
@@ -174,6 +214,7 @@ def token_logprobs(
     key = (
         logits.shape, logits.stride(), logits.dtype, ids.shape, ids.dtype,
         *[None if t is None else (t.shape, t.dtype) for t in outputs],
+        placement(logits, ids, *outputs),
     )  # fmt: skip
     plan = _logprob_plans.get(key)
     if plan is None:
@@ -182,7 +223,14 @@ def token_logprobs(
         dims.tensor("ids", ids, ("num_rows",), _INT64)
         _check_outputs(dims, *outputs)
         plan = _C.TokenLogprobs(
-            dims["num_rows"], dims["vocab_size"], stride, dims.sizes.get("num_top", 0), DTYPE_CODES[logits.dtype]
+            dims.device_code,
+            dims["num_rows"],
+            dims["vocab_size"],
+            stride,
+            dims.sizes.get("num_top", 0),
+            DTYPE_CODES[logits.dtype],
         ).run
         _logprob_plans.remember(key, plan)
-    plan(logits.data_ptr(), ids.data_ptr(), *[0 if t is None else t.data_ptr() for t in outputs])
+    if logits.is_cuda:
+        _check_workspace("token_logprobs", logits, 0 if out_top_ids is None else out_top_ids.shape[1], workspace)
+    plan(logits.data_ptr(), ids.data_ptr(), *[address(t) for t in outputs], address(workspace), stream_of(logits))

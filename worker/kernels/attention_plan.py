@@ -1,0 +1,174 @@
+"""How one step's attention is cut into work for a GPU: made on the host once a step, used by every layer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from worker.kernels._checks import CPU_ONLY, DTYPE_CODES, HEAD_SIZES, KV_DTYPE_CODES, Dims, names_of
+from worker.kernels._native import load_native
+
+_C = load_native()
+_INT32 = (torch.int32,)
+_VERSIONS = {"auto": 0, "v1": 1, "v2": 2}
+# Thread blocks that a plan for no GPU is balanced over.
+_CPU_WORKERS = 1
+
+
+class AttentionGeometry:
+    """What all steps of a model have in common.
+
+    Args:
+        head_size: one of the supported head sizes.
+        dtype: of queries; float32, bfloat16 or float16.
+        kv_dtype: of the cache: dtype, float8_e4m3fn or float8_e5m2; None is dtype.
+        window: keys that a token sees, itself included; -1 is all.
+        device: where attention runs.
+
+    Raises:
+        TypeError, ValueError: a number or dtype that is not supported, naming it.
+    """
+
+    def __init__(
+        self,
+        num_query_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        kv_dtype: torch.dtype | None = None,
+        window: int = -1,
+    ) -> None:
+        if dtype not in DTYPE_CODES:
+            raise TypeError(f"plan_attention: dtype {dtype} is not supported; supported: {names_of(list(DTYPE_CODES))}")
+        if kv_dtype is not None and kv_dtype is not dtype and kv_dtype not in KV_DTYPE_CODES:
+            supported = names_of([dtype, *KV_DTYPE_CODES])
+            raise TypeError(f"plan_attention: kv_dtype {kv_dtype} is not supported; supported: {supported}")
+        if num_kv_heads < 1 or num_query_heads < 1 or num_query_heads % num_kv_heads:
+            raise ValueError(
+                f"plan_attention: num_query_heads {num_query_heads} is not a multiple of num_kv_heads {num_kv_heads}"
+            )
+        Dims("plan_attention", head_size=head_size).one_of("head_size", HEAD_SIZES)
+        self.num_query_heads = num_query_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_size = head_size
+        self.window = window
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            kv_code = 0 if kv_dtype is None else KV_DTYPE_CODES.get(kv_dtype, 0)
+            with torch.cuda.device(self.device):
+                self.num_workers = _C.attention_workers(
+                    num_query_heads, num_kv_heads, head_size, DTYPE_CODES[dtype], kv_code
+                )
+        else:
+            self.num_workers = _CPU_WORKERS
+
+
+class AttentionPlan:
+    """A plan in device memory, and the workspace in which pieces of attention leave what is joined later.
+
+    Buffers grow when a plan needs more and are otherwise reused, so launches captured in a CUDA graph stay valid after
+    `update` as long as `num_reallocations` and `flags` stay what they were at the capture.
+
+    Attributes:
+        buffer: int32, the plan on the device.
+        buffer_cpu: int32, the same in (for CUDA: pinned) host memory.
+        workspace: uint8, zero when made; kernels leave it reusable.
+    """
+
+    def __init__(self, geometry: AttentionGeometry, *, capacity_ints: int = 1024, workspace_bytes: int = 0) -> None:
+        self._geometry = geometry
+        self._result: Any = None
+        self.num_reallocations = 0
+        self._allocate(capacity_ints, workspace_bytes)
+
+    def _allocate(self, capacity_ints: int, workspace_bytes: int) -> None:
+        device = self._geometry.device
+        self.buffer_cpu = torch.zeros(capacity_ints, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.buffer = self.buffer_cpu if device.type == "cpu" else torch.zeros_like(self.buffer_cpu, device=device)
+        self.workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def version(self) -> int:
+        """1 or 2: the decode kernel that the plan is for."""
+        return int(self._result.version)
+
+    @property
+    def flags(self) -> tuple[int, bool, bool]:
+        """Version, and whether the plan has decode and prefill work."""
+        return self.version, bool(self._result.has_decode), bool(self._result.has_prefill)
+
+    @property
+    def launch(self) -> Any:
+        """The native description of this plan's launches."""
+        return self._launch
+
+    def update(
+        self,
+        query_start: torch.Tensor,
+        context_lens: torch.Tensor,
+        *,
+        version: Literal["auto", "v1", "v2"] = "auto",
+        partition_keys: int = 0,
+    ) -> None:
+        """Plan a step; the copy to the device is ordered by the current stream.
+
+        The host buffer is written at once: the copy of the plan before must have been made by then.
+
+        Args:
+            query_start: int32 [num_seqs + 1] on the CPU.
+            context_lens: int32 [num_seqs] on the CPU.
+            version: "v1" runs over all keys of a sequence in one pass, "v2" cuts them into pieces; "auto" chooses.
+            partition_keys: for v2: keys of a piece, a multiple of 64, which makes a result independent of the batch; 0
+                balances the pieces over the GPU.
+
+        Raises:
+            TypeError, ValueError: a tensor, batch or option that does not fit.
+        """
+        if version not in _VERSIONS:
+            raise ValueError(f"plan_attention: version {version!r} is not supported; supported: {', '.join(_VERSIONS)}")
+        dims = Dims("plan_attention", devices=CPU_ONLY)
+        dims.tensor("context_lens", context_lens, ("num_seqs",), _INT32)
+        dims.sizes["num_seqs + 1"] = dims["num_seqs"] + 1
+        dims.tensor("query_start", query_start, ("num_seqs + 1",), _INT32)
+        g = self._geometry
+        for _ in range(2):
+            self._result = _C.plan_attention(
+                query_start.data_ptr(), context_lens.data_ptr(),
+                [dims["num_seqs"], g.num_query_heads, g.num_kv_heads, g.head_size], g.window, g.num_workers,
+                _VERSIONS[version], partition_keys, self.buffer_cpu.data_ptr(), self.buffer_cpu.numel(),
+            )  # fmt: skip
+            if self._fits():
+                break
+            self._allocate(
+                max(2 * self._result.plan_ints, self.buffer_cpu.numel()),
+                max(self._result.workspace_bytes, self.workspace.numel()),
+            )
+            self.num_reallocations += 1
+        if g.device.type == "cuda":
+            num_ints = self._result.plan_ints
+            self.buffer[:num_ints].copy_(self.buffer_cpu[:num_ints], non_blocking=True)
+        self._launch = _C.AttentionLaunch(
+            self.buffer.data_ptr(), self.workspace.data_ptr(), self.workspace.numel(), g.num_workers, self._result
+        )
+
+    def _fits(self) -> bool:
+        if self._result.plan_ints > self.buffer_cpu.numel():
+            return False
+        return self._geometry.device.type == "cpu" or self._result.workspace_bytes <= self.workspace.numel()
+
+
+def plan_attention(
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    geometry: AttentionGeometry,
+    *,
+    version: Literal["auto", "v1", "v2"] = "auto",
+    partition_keys: int = 0,
+) -> AttentionPlan:
+    """A new plan for one step; see `AttentionPlan.update`. A server keeps one plan and updates it instead."""
+    plan = AttentionPlan(geometry)
+    plan.update(query_start, context_lens, version=version, partition_keys=partition_keys)
+    return plan
