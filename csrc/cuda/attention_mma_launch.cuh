@@ -1,0 +1,39 @@
+// Launches one instantiation of the mma prefill kernel.
+#pragma once
+
+#include "attention_mma.cuh"
+#include "attention_mma_dispatch.h"
+#include "kernel_setup.cuh"
+
+namespace pagemill::cuda::mma {
+
+// Tiles that any plan of so many tokens and sequences can have: what is launched must serve every plan that a captured
+// graph may be replayed with.
+inline int64_t max_prefill_tiles(const PagedAttentionParams& p) {
+  return std::min(p.num_tokens, p.num_tokens / kPrefillTileQueries + p.num_seqs);
+}
+
+template <typename Tile, typename T, bool kIs8Bit>
+int launch_tiling(const PagedAttentionParams& p, const AttentionLaunch& launch, cudaStream_t stream) {
+  constexpr auto kKernel = prefill_mma_kernel<Tile, T, kIs8Bit>;
+  constexpr int kSharedBytes = Tile::template shared_bytes<kIs8Bit>();
+  const KernelSetup& setup = kernel_setup<kKernel>(Tile::kThreads, kSharedBytes);
+  if (setup.error != cudaSuccess) return check_cuda("paged_attention (mma prefill)", setup.error);
+  const int64_t items = max_prefill_tiles(p) * p.num_query_heads * (kPrefillTileQueries / Tile::kRows);
+  const int grid = static_cast<int>(std::min<int64_t>(items, setup.resident_blocks));
+  kKernel<<<grid, Tile::kThreads, kSharedBytes, stream>>>(p, launch.plan);
+  return check_cuda("paged_attention (mma prefill)", cudaGetLastError());
+}
+
+template <int kHeadSize>
+using DefaultTiling = std::conditional_t<(kHeadSize <= 128), Tiling<kHeadSize, 4, 2, 64, 2, 2>,
+                                         Tiling<kHeadSize, 8, 1, (kHeadSize <= 192 ? 64 : 32), 2, 1>>;
+
+template <int kHeadSize, typename T>
+int launch_head_size(const PagedAttentionParams& p, const AttentionLaunch& launch, cudaStream_t stream) {
+  using Tile = DefaultTiling<kHeadSize>;
+  return p.kv_dtype == KvDType::kActivation ? launch_tiling<Tile, T, false>(p, launch, stream)
+                                            : launch_tiling<Tile, T, true>(p, launch, stream);
+}
+
+}  // namespace pagemill::cuda::mma
