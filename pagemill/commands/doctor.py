@@ -102,7 +102,7 @@ def check_kernels() -> Finding:
 
 def check_cuda() -> Finding:
     nvcc = shutil.which("nvcc")
-    toolkit = f"nvcc at {nvcc}" if nvcc else "no nvcc: the kernels are built for CPU alone"
+    toolkit = f"nvcc at {nvcc}" if nvcc else "no nvcc"
     if importlib.util.find_spec("torch") is None:
         return Finding("note", "cuda", toolkit)
     import torch
@@ -110,6 +110,42 @@ def check_cuda() -> Finding:
     if not torch.cuda.is_available():
         return Finding("note", "cuda", f"no CUDA device for torch, the CPU is used; {toolkit}")
     return Finding("ok", "cuda", f"{torch.cuda.get_device_name()}; {toolkit}")
+
+
+def check_cuda_kernels() -> Finding:
+    """Whether the CUDA kernels are built, for what, and whether the devices that they see can run them."""
+    what = "cuda kernels"
+    try:
+        kernels = importlib.import_module("worker.kernels")
+        build = importlib.import_module("worker.kernels.build_info")
+    except (PagemillError, ImportError, ValueError):
+        return Finding("note", what, "none, since there are no kernels at all")
+    info = build.build_info()
+    if info is not None and not info.cuda_is_built:
+        return Finding("note", what, f"not built: {info.cuda_reason}")
+    try:
+        devices = kernels.cuda_devices()
+    except RuntimeError as err:
+        return Finding("note", what, str(err))
+    built = "built"
+    if info is not None:
+        checks = ", with checks on the device" if info.has_device_checks else ""
+        built = f"built for {', '.join(info.cuda_architectures)} by nvcc {info.cuda_compiler}{checks}"
+    if not devices:
+        return Finding("note", what, f"{built}; no device found")
+    found = ", ".join(f"{device.name} ({_dotted(device.compute_capability)})" for device in devices)
+    if info is not None:
+        left_out = {
+            d.compute_capability for d in devices if not build.runs_on(info.cuda_architectures, d.compute_capability)
+        }
+        if left_out:
+            lacking = ", ".join(map(_dotted, sorted(left_out)))
+            return Finding("note", what, f"{built}, which compute capability {lacking} cannot run; devices: {found}")
+    return Finding("ok", what, f"{built}; devices: {found}")
+
+
+def _dotted(compute_capability: int) -> str:
+    return f"{compute_capability // 10}.{compute_capability % 10}"
 
 
 def check_redis() -> Finding:
@@ -157,6 +193,7 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     check_torch,
     check_kernels,
     check_cuda,
+    check_cuda_kernels,
     check_redis,
     check_demo_model,
     check_ports,

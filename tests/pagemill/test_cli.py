@@ -18,7 +18,7 @@ from pagemill.commands import chat
 from pagemill.commands.chat import _is_turn as is_turn
 from pagemill.commands.endpoint import parse_ask_options
 
-COMMANDS = ["serve", "router", "scheduler", "worker", "chat", "complete", "config", "doctor", "version"]
+COMMANDS = ["serve", "router", "scheduler", "worker", "chat", "complete", "config", "bench", "doctor", "version"]
 
 
 ASK = {"max_tokens": 5, "temperature": 1.0, "top_p": 1.0, "seed": None}
@@ -173,7 +173,7 @@ def test_config_serve_refuses_what_serve_refuses(tmp_path: Path, text: str, word
 def test_the_doctor_finds_what_is_needed_here_and_says_what_is_not() -> None:
     run = pagemill("doctor")
     assert run.returncode == 0, run.stdout
-    for what in ("python", "torch", "kernels", "cuda", "redis", "demo model", "ports"):
+    for what in ("python", "torch", "kernels", "cuda", "cuda kernels", "redis", "demo model", "ports"):
         assert what in run.stdout
     assert "instruction set" in run.stdout
 
