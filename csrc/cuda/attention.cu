@@ -1,4 +1,5 @@
 // Checks what attention can check on the host, and chooses its kernels.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -54,10 +55,14 @@ int check_sizes(const PagedAttentionParams& p) {
     return fail("paged_attention: num_tokens %lld and num_seqs %d are not supported; supported: 0 to 2^31 rows",
                 static_cast<long long>(p.num_tokens), p.num_seqs);
   }
-  if (p.num_blocks < 0 || p.num_blocks > INT32_MAX / (int64_t{p.num_kv_heads} * p.block_size)) {
-    return fail("paged_attention: num_blocks %lld of key_cache is not supported; supported: 0 to %lld",
-                static_cast<long long>(p.num_blocks),
-                static_cast<long long>(INT32_MAX / (int64_t{p.num_kv_heads} * p.block_size)));
+  // Kernels count the rows of a cache in 32 bits, and its chunks of 16 bytes without a sign.
+  const int64_t row_chunks = p.head_size * kv_bytes(p.kv_dtype, p.dtype) / kAlignment;
+  const int64_t most_rows = std::min<int64_t>(INT32_MAX, (UINT32_MAX - 1) / row_chunks);
+  const int64_t most_blocks = most_rows / (int64_t{p.num_kv_heads} * p.block_size);
+  if (p.num_blocks < 0 || p.num_blocks > most_blocks || p.max_blocks < 0 || p.max_blocks > INT32_MAX) {
+    return fail("paged_attention: num_blocks %lld and max_blocks %lld are not supported; supported: 0 to %lld blocks",
+                static_cast<long long>(p.num_blocks), static_cast<long long>(p.max_blocks),
+                static_cast<long long>(most_blocks));
   }
   if (p.window != -1 && p.window < 1) {
     return fail("paged_attention: window %d is not supported; supported: -1 (all keys), 1 and more", p.window);
@@ -120,8 +125,11 @@ int check_launch(const AttentionLaunch& launch) {
   if (launch.has_decode && launch.num_workers < 1) {
     return fail("paged_attention: plan has num_workers %d; it must be positive", launch.num_workers);
   }
-  if (launch.has_decode && launch.version == 2 && (launch.workspace == nullptr || launch.workspace_bytes <= 0)) {
-    return fail("paged_attention: workspace is missing, and a plan of version 2 needs one");
+  if (!launch.has_decode || launch.version != 2) return 0;
+  if (launch.workspace == nullptr) return fail("paged_attention: workspace is missing, and this plan needs one");
+  if (launch.workspace_bytes <= kDecodeCounterBytes) {
+    return fail("paged_attention: workspace has %lld bytes, and a plan of version 2 needs more than %lld",
+                static_cast<long long>(launch.workspace_bytes), static_cast<long long>(kDecodeCounterBytes));
   }
   return 0;
 }

@@ -19,15 +19,15 @@ int launch_tiling(const PagedAttentionParams& p, const AttentionLaunch& launch, 
   constexpr int kSharedBytes = Tile::template shared_bytes<kIs8Bit>();
   const KernelSetup& setup = kernel_setup<kKernel>(Tile::kThreads, kSharedBytes);
   if (setup.error != cudaSuccess) return check_cuda("paged_attention (mma prefill)", setup.error);
-  const int64_t items = max_prefill_tiles(p) * p.num_query_heads * (kPrefillTileQueries / Tile::kRows);
+  const int64_t items = max_prefill_tiles(p) * p.num_query_heads;
   const int grid = static_cast<int>(std::min<int64_t>(items, setup.resident_blocks));
   kKernel<<<grid, Tile::kThreads, kSharedBytes, stream>>>(p, launch.plan);
   return check_cuda("paged_attention (mma prefill)", cudaGetLastError());
 }
 
 template <int kHeadSize>
-using DefaultTiling = std::conditional_t<(kHeadSize <= 128), Tiling<kHeadSize, 4, 2, 64, 2, 2>,
-                                         Tiling<kHeadSize, 8, 1, (kHeadSize <= 192 ? 64 : 32), 2, 1>>;
+using DefaultTiling = std::conditional_t<(kHeadSize <= 128), Tiling<kHeadSize, 4, 2, 32, 32, 2, 2, false>,
+                                         Tiling<kHeadSize, 8, 1, (kHeadSize <= 192 ? 64 : 32), 32, 2, 1, false>>;
 
 template <int kHeadSize, typename T>
 int launch_head_size(const PagedAttentionParams& p, const AttentionLaunch& launch, cudaStream_t stream) {

@@ -15,68 +15,53 @@ struct RowLayout {
   static constexpr bool kIsSwizzled = kChunks % 8 == 0;
   static constexpr int kRowBytes = (kIsSwizzled ? kChunks : kChunks + 1) * 16;
 
-  __device__ static uint32_t offset(int row, int chunk) {
+  __device__ static uint32_t offset(uint32_t row, uint32_t chunk) {
     return row * kRowBytes + (kIsSwizzled ? chunk ^ (row & 7) : chunk) * 16;
   }
 };
 
-// What a lane of ldmatrix adds to the address of a 16 x 16 tile that begins at a row divisible by 8 and at chunk
-// 2 * step: the row's part is fixed, the chunk's part depends on step where the layout is swizzled.
+// Where a lane of ldmatrix finds its row of the 16 x 16 tiles of one row of tiles.
 template <int kHeadSize>
-struct LaneAddress {
-  using Layout = RowLayout<kHeadSize>;
-  uint32_t row_offset;
-  uint32_t chunk_bit;  // 0 or 1: which half of the 16 columns
-  uint32_t swizzle;
+class LaneAddress {
+ public:
+  // row: of the first tile's 16 rows; column_half: which 8 of its 16 columns. `tile` lies at a multiple of 128 bytes
+  // where the layout is swizzled.
+  __device__ LaneAddress(uint32_t tile, int row, int column_half) : first_(tile + Layout::offset(row, column_half)) {}
 
-  __device__ LaneAddress(int row, int column_half)
-      : row_offset(row * Layout::kRowBytes), chunk_bit(column_half), swizzle(row & 7) {}
-
-  __device__ uint32_t offset(int step) const {
-    if constexpr (Layout::kIsSwizzled) {
-      const uint32_t in_group = (2 * (step & 3) + chunk_bit) ^ swizzle;
-      return row_offset + in_group * 16 + (step >> 2) * 128;
-    } else {
-      return row_offset + (2 * step + chunk_bit) * 16;
-    }
+  // The column of tiles `step`, of the row of tiles `tile_row`. The chunk is 2 * step + column_half, so that an
+  // exclusive or with a constant swizzles it.
+  __device__ uint32_t at(int tile_row, int step) const {
+    const uint32_t row_bytes = tile_row * 16 * Layout::kRowBytes;
+    if constexpr (Layout::kIsSwizzled) return (first_ ^ (step & 3) << 5) + (step >> 2) * 128 + row_bytes;
+    return first_ + step * 32 + row_bytes;
   }
+
+ private:
+  using Layout = RowLayout<kHeadSize>;
+  uint32_t first_;
 };
 
-// Where the rows of a tile of keys lie: lane g of a warp holds, for rows 8 g .. 8 g + 7, the row of the cache, counted
-// over all pages and heads, or -1 where there is no page. A block size is a multiple of 8.
-struct TileRows {
-  int32_t first_of_group;
-};
+// Starts the copies of a tile's rows of keys and of values, kRowChunks chunks of 16 bytes each. Lane g of each warp
+// knows where rows 8 g .. 8 g + 7 begin in either cache, counted in chunks, or kNoPage. Rows without a page and rows
+// from num_keys on become zeros: what the cache holds there may be NaN, and a weight of 0 does not undo that.
+constexpr uint32_t kNoPage = 0xffffffffu;
 
-template <int kKeys>
-__device__ inline TileRows find_rows(const PagedAttentionParams& p, const int32_t* table, int kv_head, int first_key,
-                                     int end_key) {
-  const int key = first_key + 8 * (threadIdx.x & 31);
-  if ((threadIdx.x & 31) >= kKeys / 8 || key >= end_key) return {-1};
-  const int block_bits = 31 - __clz(p.block_size);
-  const int32_t page = table[key >> block_bits];
-  if (static_cast<uint32_t>(page) >= static_cast<uint32_t>(p.num_blocks)) return {-1};
-  return {(((page * p.num_kv_heads + kv_head) << block_bits) + (key & (p.block_size - 1)))};
-}
-
-// Starts the copies of a tile's rows of kRowSize bytes. Rows from end_key on and rows without a page become zeros: what
-// the cache holds there may be NaN, and a weight of 0 does not undo that.
-template <int kKeys, int kThreads, int kRowSize, typename Offset>
-__device__ inline void copy_tile(uint32_t destination, const void* cache, const TileRows& rows, int first_key,
-                                 int end_key, Offset offset) {
-  constexpr int kChunks = kRowSize / 16;
-  constexpr int kTotal = kKeys * kChunks;
+template <int kKeys, int kThreads, int kRowChunks, bool kIsWhole, typename Offset>
+__device__ inline void copy_rows(const PagedAttentionParams& p, uint32_t keys, uint32_t values, uint32_t first_of_group,
+                                 int num_keys, Offset offset) {
+  constexpr int kTotal = kKeys * kRowChunks;
   static_assert(kTotal % 32 == 0, "a warp takes part as a whole");
 #pragma unroll
   for (int i = 0; i < (kTotal + kThreads - 1) / kThreads; ++i) {
-    const int index = threadIdx.x + i * kThreads;
+    const uint32_t index = threadIdx.x + i * kThreads;
     if (kTotal % kThreads != 0 && index >= kTotal) break;
-    const int row = index / kChunks, chunk = index % kChunks;
-    const int32_t first = __shfl_sync(0xffffffffu, rows.first_of_group, row >> 3);
-    const bool is_present = first >= 0 && first_key + row < end_key;
-    const int64_t cache_row = is_present ? first + (row & 7) : 0;
-    copy_16_async(destination + offset(row, chunk),
-                  static_cast<const uint8_t*>(cache) + cache_row * kRowSize + chunk * 16, is_present ? 16 : 0);
+    const uint32_t row = index / kRowChunks, chunk = index % kRowChunks;
+    const uint32_t first = __shfl_sync(0xffffffffu, first_of_group, row >> 3);
+    const bool is_present = kIsWhole || (first != kNoPage && static_cast<int>(row) < num_keys);
+    const uint32_t place = is_present ? first + (row & 7) * kRowChunks + chunk : 0;
+    const uint32_t to = offset(row, chunk);
+    copy_16_async(keys + to, static_cast<const uint4*>(p.key_cache) + place, is_present ? 16 : 0);
+    copy_16_async(values + to, static_cast<const uint4*>(p.value_cache) + place, is_present ? 16 : 0);
   }
 }
 
@@ -114,10 +99,11 @@ __device__ inline uint2 expand_four(uint32_t bytes, const Fp8Expansion& expansio
 template <typename T, int kKeys, int kThreads, int kHeadSize>
 __device__ inline void expand_tile(uint8_t* destination, const uint8_t* source, const Fp8Expansion& expansion) {
   constexpr int kChunks = kHeadSize / 8;
-  static_assert(kKeys * kChunks % kThreads == 0);
+  constexpr int kTotal = kKeys * kChunks;
 #pragma unroll
-  for (int i = 0; i < kKeys * kChunks / kThreads; ++i) {
-    const int index = threadIdx.x + i * kThreads;
+  for (int i = 0; i < (kTotal + kThreads - 1) / kThreads; ++i) {
+    const uint32_t index = threadIdx.x + i * kThreads;
+    if (kTotal % kThreads != 0 && index >= kTotal) break;
     const uint2 bytes = *reinterpret_cast<const uint2*>(source + index * 8);
     const uint2 low = expand_four<T>(bytes.x, expansion), high = expand_four<T>(bytes.y, expansion);
     *reinterpret_cast<uint4*>(destination + RowLayout<kHeadSize>::offset(index / kChunks, index % kChunks)) = {

@@ -90,11 +90,11 @@ struct RowState {
   }
 };
 
-// Moves the references where the tile's scores ask for it, and scales sums and outputs accordingly.
-template <int kRowTiles, int kColumnTiles, int kOutTiles>
-__device__ inline void move_references(const float (&scores)[kRowTiles][kColumnTiles][4], float multiplier,
-                                       RowState<kRowTiles>& state, float (&out)[kRowTiles][kOutTiles][4]) {
-  float factor[kRowTiles][2];
+// Moves the references where the tile's scores ask for it, and scales the sums accordingly. What outputs must be scaled
+// by goes to `factors`; false where that is 1 for this lane's rows.
+template <int kRowTiles, int kColumnTiles>
+__device__ inline bool move_references(const float (&scores)[kRowTiles][kColumnTiles][4], float multiplier,
+                                       RowState<kRowTiles>& state, float (&factors)[kRowTiles][2]) {
   bool moves = false;
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) {
@@ -107,55 +107,48 @@ __device__ inline void move_references(const float (&scores)[kRowTiles][kColumnT
       }
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2)) * multiplier;
-      factor[r][half] = 1.0f;
+      factors[r][half] = 1.0f;
       if (largest > state.reference[r][half] + kMaxRise) {
-        factor[r][half] = exp2_approx(state.reference[r][half] - largest);
+        factors[r][half] = exp2_approx(state.reference[r][half] - largest);
         state.reference[r][half] = largest;
         moves = true;
       }
+      state.sum[r][half] *= factors[r][half];
     }
   }
-  if (!__any_sync(0xffffffffu, moves)) return;
+  return moves;
+}
+
+template <int kRowTiles, int kOutTiles>
+__device__ inline void scale_rows(const float (&factors)[kRowTiles][2], float (&out)[kRowTiles][kOutTiles][4]) {
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      state.sum[r][half] *= factor[r][half];
+    for (int n = 0; n < kOutTiles; ++n) {
 #pragma unroll
-      for (int n = 0; n < kOutTiles; ++n) {
-        out[r][n][half * 2] *= factor[r][half];
-        out[r][n][half * 2 + 1] *= factor[r][half];
-      }
+      for (int c = 0; c < 4; ++c) out[r][n][c] *= factors[r][c >> 1];
     }
   }
 }
 
-// What the exponents of a tile are relative to: 0 where a row has seen no key, whose weights are all 0 then.
-template <int kRowTiles>
-__device__ inline void exponent_offsets(const RowState<kRowTiles>& state, float (&offsets)[kRowTiles][2]) {
+// Scores become weights. Where a row has seen no key its reference counts as 0: all its weights are 0 then.
+template <int kRowTiles, int kColumnTiles>
+__device__ inline void weigh(float (&scores)[kRowTiles][kColumnTiles][4], float multiplier,
+                             RowState<kRowTiles>& state) {
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float reference = state.reference[r][half];
-      offsets[r][half] = reference == -INFINITY ? 0.0f : -reference;
-    }
-  }
-}
-
-// The scores of column tiles 2 k and 2 k + 1 become weights.
-template <int kRowTiles, int kColumnTiles>
-__device__ inline void weigh_columns(float (&scores)[kRowTiles][kColumnTiles][4], int k, float multiplier,
-                                     const float (&offsets)[kRowTiles][2], RowState<kRowTiles>& state) {
+      const float offset = reference == -INFINITY ? 0.0f : -reference;
 #pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) {
+      for (int n = 0; n < kColumnTiles; ++n) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& score = scores[r][2 * k + (i >> 1)][half * 2 + (i & 1)];
-        score = exp2_approx(fmaf(score, multiplier, offsets[r][half]));
-        state.sum[r][half] += score;
+        for (int c = 0; c < 2; ++c) {
+          float& score = scores[r][n][half * 2 + c];
+          score = exp2_approx(fmaf(score, multiplier, offset));
+          state.sum[r][half] += score;
+        }
       }
     }
   }

@@ -125,7 +125,11 @@ __device__ inline void load_tile(const PagedAttentionParams& p, const RowRange& 
   const int block_bits = 31 - __clz(p.block_size);
   for (int i = threadIdx.x; i < S::kKeys * kChunks; i += S::kThreads) {
     const int row = i / kChunks, column = i % kChunks * kPerChunk, key = first_key + row;
-    const int32_t page = key < range.end_key ? range.table[key >> block_bits] : -1;
+    const bool is_seen = key < range.end_key && key >> block_bits < static_cast<int32_t>(p.max_blocks);
+    const int32_t page = is_seen ? range.table[key >> block_bits] : -1;
+#if defined(PAGEMILL_DEVICE_CHECKS)
+    if (page >= p.num_blocks || (is_seen && page < 0 && p.window < 0)) __trap();
+#endif
     const bool is_present = static_cast<uint32_t>(page) < static_cast<uint32_t>(p.num_blocks);
     const int64_t cache_row =
         is_present ? ((int64_t{page} * p.num_kv_heads + range.kv_head) << block_bits) + (key & (p.block_size - 1)) : 0;
