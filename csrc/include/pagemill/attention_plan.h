@@ -3,27 +3,53 @@
 // in a CUDA graph whose plan buffer is rewritten before each replay.
 //
 // A plan is one array of int32: PlanHeader, then the sections that it points to (offsets count int32 from the start).
-//   decode entries  [num_entries] DecodeEntry: at most 16 query rows of one sequence, where a row is one of the query
+//   decode workers  [num_workers] DecodeWorker, straight after the header: what each thread block of the decode kernel
+//   does decode entries  [num_entries] DecodeEntry: at most 16 query rows of one sequence, where a row is one of the
+//   query
 //                   heads that share a KV head, of one new token (row = token * group + head in group)
-//   tile starts     [num_entries + 1]: prefix sums of the entries' key tiles (of kDecodeTileKeys keys)
 //   prefill tiles   [num_prefill_tiles] PrefillTile, costliest first; every query head runs each
+//
+// Decode work in a row is: for each entry, for each KV head, the entry's key tiles. A worker has a range of that row.
+// The part of its range that lies in one (entry, KV head) is a segment; where a segment is not the whole of an (entry,
+// KV head) its result is a partial one, which goes to the workspace and is joined with the others by the worker that
+// finishes last.
 #pragma once
 
 #include <cstdint>
 
 namespace pagemill {
 
-constexpr int32_t kDecodeTileKeys = 64;
+constexpr int32_t kDecodeTileKeys = 16;
 constexpr int32_t kDecodeTileRows = 16;
 // A sequence with at most this many rows (new tokens times group) is served by the decode kernel, others by prefill.
 constexpr int32_t kDecodeMaxRows = 64;
 constexpr int32_t kPrefillTileQueries = 128;
+constexpr int32_t kDecodeMaxWorkers = 4096;
 
 struct DecodeEntry {
-  int32_t seq;         // index in query_start and context_lens
-  int32_t first_row;   // of the sequence's rows
-  int32_t num_rows;    // 1 .. kDecodeTileRows
-  int32_t first_tile;  // key tile at which the entry begins; not 0 where a sliding window has left keys behind
+  int32_t seq;             // row of context_lens and seq_slots
+  int32_t first_token;     // query_start[seq]
+  int32_t first_position;  // of the sequence's first new token: context_lens[seq] less the new tokens
+  int32_t first_row;       // of the sequence's rows
+  int32_t num_rows;        // 1 .. kDecodeTileRows
+  int32_t first_tile;      // key tile at which the entry begins; not 0 where a sliding window has left keys behind
+  int32_t num_tiles;
+  int32_t first_piece;         // pieces of all entries and KV heads before this entry, where piece_tiles is not 0
+  int32_t begin_key, end_key;  // keys that at least one row sees
+  int32_t all_end;             // every row sees the keys before it, but for those that the window has left behind
+  int32_t reserved;
+};
+
+struct DecodeWorker {
+  DecodeEntry entry;    // where its range begins: a copy, which saves a dependent read
+  int32_t entry_index;  // of that entry
+  int32_t kv_head;
+  int32_t tile;       // counts from the entry's first_tile
+  int32_t num_tiles;  // of the range; 0: nothing to do
+  // Workers that have a part of the range's first (entry, KV head): the first of them, and how many. Of the last one
+  // the first is this worker itself, unless it is the same as the first.
+  int32_t first_owner, first_sharers, last_sharers;
+  int32_t reserved;
 };
 
 struct PrefillTile {
@@ -34,17 +60,27 @@ struct PrefillTile {
 };
 
 struct PlanHeader {
-  int32_t num_entries, entries_offset, tile_starts_offset;
+  int32_t num_entries, entries_offset;
+  int32_t num_workers, workers_offset;
   int32_t num_tiles;  // of all entries, for one KV head
-  // v2: tiles of one piece of work. Balanced: all (entry, KV head, tile) in a row are cut into num_workers pieces of this
-  // many tiles, so that a piece may cover parts of several entries. Fixed: each (entry, KV head) is cut into pieces of
-  // this many tiles, and a result does not depend on the batch. v1: 0, one piece for each (entry, KV head).
-  int32_t tiles_per_piece;
-  int32_t is_balanced;
+  // v2 with a fixed partition: each (entry, KV head) is cut into pieces of this many tiles, each with a partial result
+  // of its own, so that a result does not depend on the batch. Otherwise 0.
+  int32_t piece_tiles;
+  int32_t max_rows;  // largest num_rows of an entry
+  int32_t version;   // 1: no (entry, KV head) is cut; 2
   int32_t num_prefill_tiles, prefill_offset;
-  int32_t reserved[8];
+  int32_t reserved[6];
 };
 static_assert(sizeof(PlanHeader) == 16 * sizeof(int32_t));
+static_assert(sizeof(DecodeEntry) == 12 * sizeof(int32_t));
+static_assert(sizeof(DecodeWorker) == 20 * sizeof(int32_t));
+
+// The workspace begins with a counter for each worker, which is 0 between launches. Partial results follow: [rows][head
+// size] weighted sums of values, then [rows] maxima in units of log2, then [rows] sums of weights, all float32, with
+// rows = max_rows. Their slots: piece numbers with a fixed partition; otherwise 2 w for the first segment of worker w
+// and 2 w + 1 for its last one, where that is another one or begins its (entry, KV head).
+constexpr int64_t kDecodeCounterBytes = int64_t{kDecodeMaxWorkers} * 4;
+constexpr int64_t decode_slot_floats(int64_t rows, int64_t head_size) { return rows * (head_size + 4); }
 
 enum class AttentionVersion : int32_t { kAuto = 0, kV1 = 1, kV2 = 2 };
 
@@ -80,8 +116,9 @@ struct AttentionPlanResult {
 
 extern "C" {
 
-// Writes the plan to `plan` where it fits into `capacity` (int32), and in any case its length to `result`. Returns 0, or
-// non-zero with a message in pagemill_last_error() for a batch or option that is not supported. Part of the CPU library.
+// Writes the plan to `plan` where it fits into `capacity` (int32), and in any case its length to `result`. Returns 0,
+// or non-zero with a message in pagemill_last_error() for a batch or option that is not supported. Part of the CPU
+// library.
 int pagemill_plan_attention(const pagemill::AttentionPlanParams* params, int32_t head_size, int32_t* plan,
                             int64_t capacity, pagemill::AttentionPlanResult* result);
 }
