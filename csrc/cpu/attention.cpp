@@ -60,6 +60,13 @@ int check(const PagedAttentionParams& p) {
   if (p.num_query_heads <= 0 || p.num_kv_heads <= 0 || p.num_query_heads % p.num_kv_heads != 0) {
     return fail("num_query_heads %d is not a multiple of num_kv_heads %d", p.num_query_heads, p.num_kv_heads);
   }
+  if (p.kv_dtype != KvDType::kActivation && p.kv_dtype != KvDType::kFp8E4M3 && p.kv_dtype != KvDType::kFp8E5M2) {
+    return fail("kv_dtype %d is not supported: 0 (the activations'), 1 (e4m3), 2 (e5m2) are",
+                static_cast<int>(p.kv_dtype));
+  }
+  if (p.block_size != 8 && p.block_size != 16 && p.block_size != 32 && p.block_size != 64) {
+    return fail("block_size %d is not supported: 8, 16, 32, 64 are", p.block_size);
+  }
   for (int32_t b = 0; b < p.num_seqs; ++b) {
     const int64_t row = p.seq_slots != nullptr ? p.seq_slots[b] : b;
     if (row < 0 || row >= p.num_table_rows) {
@@ -154,7 +161,7 @@ void make_plan(const PagedAttentionParams& p, const AttentionSizes& sizes, int t
       part.first_partition += i;
       part.num_partitions = 1;
       plan.items.push_back({part, plan.partial_floats});
-      plan.partial_floats += sizes.partial_floats;
+      plan.partial_floats += sizes.partial_floats(task.num_rows);
     }
   });
   if (total_cost <= kInlineWork) plan.partial_floats = -1;

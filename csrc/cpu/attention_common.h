@@ -37,13 +37,31 @@ PAGEMILL_INLINE KeyRange key_range(const PagedAttentionParams& p, const Sequence
   return {begin, last + 1};
 }
 
-// The address of a key or value vector.
-template <typename T>
-PAGEMILL_INLINE const T* cache_row(const PagedAttentionParams& p, const void* cache, const SequenceView& seq,
-                                   int32_t kv_head, int32_t key) {
-  const int64_t block = seq.block_table[key / p.block_size];
-  const int64_t offset = key % p.block_size;
-  return static_cast<const T*>(cache) + ((block * p.num_kv_heads + kv_head) * p.block_size + offset) * p.head_size;
+// Where the vectors of one sequence and KV head lie in the two caches; Kv is the type of a number there.
+template <typename Kv>
+struct CachePages {
+  const Kv* keys;
+  const Kv* values;
+  const int32_t* block_table;
+  int64_t block_stride;  // numbers between a head's pages in consecutive blocks
+  int32_t page_shift, head_size;
+
+  // Of the vector of one key. Vectors of one page lie behind each other.
+  PAGEMILL_INLINE int64_t offset(int32_t key) const {
+    const int64_t in_page = key & ((1 << page_shift) - 1);
+    return block_table[key >> page_shift] * block_stride + in_page * head_size;
+  }
+};
+
+template <typename Kv>
+PAGEMILL_INLINE CachePages<Kv> cache_pages(const PagedAttentionParams& p, const SequenceView& seq, int32_t kv_head) {
+  const int64_t page = int64_t{p.block_size} * p.head_size;
+  return {static_cast<const Kv*>(p.key_cache) + kv_head * page,
+          static_cast<const Kv*>(p.value_cache) + kv_head * page,
+          seq.block_table,
+          p.num_kv_heads * page,
+          __builtin_ctz(static_cast<unsigned>(p.block_size)),
+          p.head_size};
 }
 
 }  // namespace

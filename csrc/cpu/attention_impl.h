@@ -7,6 +7,7 @@
 
 #include "attention_common.h"
 #include "elementwise_impl.h"
+#include "kv_format.h"
 
 namespace pagemill {
 namespace {
@@ -62,6 +63,8 @@ struct AttentionTile {
   Scratch& s;
   const int32_t group = p.num_query_heads / p.num_kv_heads;
   const SequenceView seq = sequence_view(p, task.seq);
+  const float key_scale = p.key_scale != nullptr ? p.key_scale[task.kv_head] : 1.0f;
+  const float value_scale = p.value_scale != nullptr ? p.value_scale[task.kv_head] : 1.0f;
 
   PAGEMILL_INLINE int32_t query_head(int row) const { return task.kv_head * group + (task.first_row + row) % group; }
   PAGEMILL_INLINE int32_t token(int row) const { return (task.first_row + row) / group; }
@@ -69,7 +72,7 @@ struct AttentionTile {
   void load_queries() {
     // Scores are kept in units of log2, so that weights are powers of two.
     const bool plain = p.soft_cap == 0.0f;
-    const float factor = plain ? p.scale * kLog2E : p.scale;
+    const float factor = p.scale * key_scale * (plain ? kLog2E : 1.0f);
     for (int row = 0; row < kRows; ++row) {
       const bool used = row < task.num_rows;
       const int32_t position = used ? seq.first_position + token(row) : 0;
@@ -87,7 +90,9 @@ struct AttentionTile {
   }
 
   // Behind the window pages may have been given back, so keys before `begin` are not read.
-  void load_block(int32_t first_key, int32_t begin, int32_t end) {
+  template <typename Kv>
+  PAGEMILL_INLINE void load_block_of(int32_t first_key, int32_t begin, int32_t end) {
+    const CachePages<Kv> pages = cache_pages<Kv>(p, seq, task.kv_head);
     for (int i = 0; i < kBlockKeys; ++i) {
       if (first_key + i >= end || first_key + i < begin) {
         for (int d = 0; d < kHeadSize; d += W) {
@@ -96,13 +101,18 @@ struct AttentionTile {
         }
         continue;
       }
-      const T* key = cache_row<T>(p, p.key_cache, seq, task.kv_head, first_key + i);
-      const T* value = cache_row<T>(p, p.value_cache, seq, task.kv_head, first_key + i);
+      const int64_t offset = pages.offset(first_key + i);
+      const Kv* key = pages.keys + offset;
+      const Kv* value = pages.values + offset;
       for (int d = 0; d < kHeadSize; d += W) {
         store(s.keys[i] + d, load(key + d));
         store(s.values[i] + d, load(value + d));
       }
     }
+  }
+
+  void load_block(int32_t first_key, int32_t begin, int32_t end) {
+    with_kv_type<T>(p.kv_dtype, [&](auto number) { load_block_of<decltype(number)>(first_key, begin, end); });
   }
 
   PAGEMILL_INLINE void score_block() {
@@ -225,7 +235,7 @@ struct AttentionTile {
         sum = sum * scale + ::exp2f(sink - new_max);
         maximum = new_max;
       }
-      const float inverse = sum > 0.0f ? scale / sum : 0.0f;
+      const float inverse = sum > 0.0f ? scale / sum * value_scale : 0.0f;
       for (int d = 0; d < kHeadSize; ++d) s.row_out[d] = s.total[2 + d][row] * inverse;
       T* out = static_cast<T*>(p.out) + out_token * p.out_token_stride + head * p.out_head_stride;
       for (int d = 0; d < kHeadSize; d += W) store(out + d, load(s.row_out + d));
@@ -287,7 +297,7 @@ PAGEMILL_INLINE bool with_head_size(int32_t head_size, Functor functor) {
 }
 
 AttentionSizes float_attention_sizes(const PagedAttentionParams& p) {
-  AttentionSizes sizes{kMaxVectors * W, 0, int64_t{kMaxVectors} * W * (2 + p.head_size)};
+  AttentionSizes sizes{kMaxVectors * W, kMaxVectors * W, 0, int64_t{2} + p.head_size};
   with_head_size(p.head_size, [&](auto head_size) {
     sizes.scratch_bytes = sizeof(TileScratch<decltype(head_size)::value, kMaxVectors * W>);
   });
@@ -311,15 +321,15 @@ PAGEMILL_INLINE void with_attention_tile(const PagedAttentionParams& p, const At
   });
 }
 
+int64_t float_partial_floats(const PagedAttentionParams& p) { return int64_t{kMaxVectors} * W * (2 + p.head_size); }
+
 void float_attention_task(const PagedAttentionParams& p, const AttentionTask& task, float* partials, void* scratch) {
-  const int64_t partial_floats = int64_t{kMaxVectors} * W * (2 + p.head_size);
-  with_attention_tile(p, task, scratch, [&](auto tile) { tile.run(partials, partial_floats); });
+  with_attention_tile(p, task, scratch, [&](auto tile) { tile.run(partials, float_partial_floats(p)); });
 }
 
 void float_attention_fold(const PagedAttentionParams& p, const AttentionTask& task, const float* partials,
                           void* scratch) {
-  const int64_t partial_floats = int64_t{kMaxVectors} * W * (2 + p.head_size);
-  with_attention_tile(p, task, scratch, [&](auto tile) { tile.fold(partials, partial_floats); });
+  with_attention_tile(p, task, scratch, [&](auto tile) { tile.fold(partials, float_partial_floats(p)); });
 }
 
 }  // namespace

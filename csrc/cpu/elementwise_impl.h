@@ -1,7 +1,10 @@
 // Norms, rotary embedding and activations, for the instruction set of the including file.
 #pragma once
 
-#include "simd.h"
+#include <type_traits>
+
+#include "kernel_table.h"
+#include "kv_format.h"
 
 namespace pagemill {
 namespace {
@@ -160,6 +163,75 @@ PAGEMILL_INLINE auto with_element_type(DType dtype, Functor functor) {
   return functor(float{});
 }
 
+// Weights of the two sides of one row, and the log of the denominator. A side that saw no key has no weight.
+struct MergeWeights {
+  float a, b, lse;
+};
+
+PAGEMILL_INLINE MergeWeights merge_weights(float lse_a, float lse_b) {
+  constexpr float kNothing = -__builtin_inff();
+  const float maximum = lse_a > lse_b ? lse_a : lse_b;
+  if (maximum == kNothing) return {0.0f, 0.0f, kNothing};
+  const float a = ::expf(lse_a - maximum), b = ::expf(lse_b - maximum);
+  return {a / (a + b), b / (a + b), maximum + ::logf(a + b)};
+}
+
+template <typename T>
+void merge_attention_rows_of(const MergeAttentionParams& p, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const MergeWeights weights = merge_weights(p.lse_a[row], p.lse_b[row]);
+    const T* a = row_pointer<T>(p.a, row * p.head_size);
+    const T* b = row_pointer<T>(p.b, row * p.head_size);
+    T* out = row_pointer<T>(p.out, row * p.head_size);
+    if (p.lse != nullptr) p.lse[row] = weights.lse;
+    if (weights.a == 0.0f && weights.b == 0.0f) {
+      for (int64_t i = 0; i < p.head_size; ++i) out[i] = from_float<T>(0.0f);
+      continue;
+    }
+    // What a side holds that saw no key is not read.
+    if (weights.b == 0.0f) b = a;
+    if (weights.a == 0.0f) a = b;
+    const VecF weight_a = set1(weights.a), weight_b = set1(weights.b);
+    int64_t i = 0;
+    for (; i + W <= p.head_size; i += W) store(out + i, fma(load(a + i), weight_a, load(b + i) * weight_b));
+    const int64_t rest = p.head_size - i;
+    if (rest != 0) {
+      store_first(out + i, rest, fma(load_first(a + i, rest), weight_a, load_first(b + i, rest) * weight_b));
+    }
+  }
+}
+
+template <typename T, typename Kv>
+PAGEMILL_INLINE void quantize_as(const T* x, int64_t n, float scale, Kv* out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = to_fp8<Kv>(to_float(x[i]) / scale);
+}
+
+// Calls the functor with a value of the type of the cache's numbers.
+template <typename T, typename Functor>
+PAGEMILL_INLINE void with_kv_type(KvDType kv_dtype, Functor functor) {
+  switch (kv_dtype) {
+    case KvDType::kActivation:
+      return functor(T{});
+    case KvDType::kFp8E4M3:
+      return functor(Fp8E4M3{});
+    case KvDType::kFp8E5M2:
+      return functor(Fp8E5M2{});
+  }
+}
+
+void quantize_kv(const void* x, DType dtype, int64_t n, float scale, KvDType kv_dtype, void* out) {
+  with_element_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    with_kv_type<T>(kv_dtype, [&](auto number) {
+      using Kv = decltype(number);
+      if constexpr (!std::is_same_v<T, Kv>) quantize_as(static_cast<const T*>(x), n, scale, static_cast<Kv*>(out));
+    });
+  });
+}
+
+void merge_attention_rows(const MergeAttentionParams& p, int64_t begin, int64_t end) {
+  with_element_type(p.dtype, [&](auto element) { merge_attention_rows_of<decltype(element)>(p, begin, end); });
+}
 void rms_norm_rows(const RmsNormParams& p, int64_t begin, int64_t end) {
   with_element_type(p.dtype, [&](auto element) {
     using T = decltype(element);

@@ -25,6 +25,9 @@ const KernelTable& kernel_table() {
 #if defined(PAGEMILL_HAVE_AMX)
   if (isa >= CpuIsa::kAmx) return kernel_table_amx();
 #endif
+#if defined(PAGEMILL_HAVE_AVX512BF16)
+  if (isa >= CpuIsa::kAvx512Bf16) return kernel_table_avx512bf16();
+#endif
 #if defined(PAGEMILL_HAVE_AVX512)
   if (isa >= CpuIsa::kAvx512) return kernel_table_avx512();
 #endif

@@ -22,9 +22,14 @@ struct AttentionTask {
 };
 
 struct AttentionSizes {
-  int32_t tile_rows;       // most rows of a task
-  int64_t scratch_bytes;   // for one task, aligned to 64
-  int64_t partial_floats;  // of one partition of one tile
+  int32_t tile_rows;      // most rows of a task
+  int32_t row_multiple;   // a partial result holds whole multiples of so many rows
+  int64_t scratch_bytes;  // for one task, aligned to 64; 0: the head size is not supported
+  int64_t row_floats;     // of one row in the partial result of one partition
+
+  int64_t partial_floats(int32_t num_rows) const {
+    return (num_rows + row_multiple - 1) / row_multiple * row_multiple * row_floats;
+  }
 };
 
 struct VocabStats {
@@ -37,10 +42,13 @@ struct KernelTable {
   void (*rms_norm_rows)(const RmsNormParams&, int64_t begin, int64_t end);
   void (*rotary_rows)(const RotaryParams&, int64_t begin, int64_t end);
   void (*activation_rows)(const ActivationParams&, int64_t begin, int64_t end);
+  void (*merge_attention_rows)(const MergeAttentionParams&, int64_t begin, int64_t end);
+  // out[i] = x[i] / scale, in 8 bits
+  void (*quantize_kv)(const void* x, DType dtype, int64_t n, float scale, KvDType kv_dtype, void* out);
 
   AttentionSizes (*attention_sizes)(const PagedAttentionParams&);
   // partials == nullptr: the task holds all partitions of its tile and writes the output. Otherwise the partial of
-  // partition first_partition + i goes to partials + i * partial_floats.
+  // partition first_partition + i goes to partials + i * sizes.partial_floats(task.num_rows).
   void (*attention_task)(const PagedAttentionParams&, const AttentionTask&, float* partials, void* scratch);
   // Folds the partials of all partitions of a tile, in order, and writes the output.
   void (*attention_fold)(const PagedAttentionParams&, const AttentionTask&, const float* partials, void* scratch);
@@ -57,6 +65,7 @@ struct KernelTable {
 const KernelTable& kernel_table_portable();
 const KernelTable& kernel_table_avx2();
 const KernelTable& kernel_table_avx512();
+const KernelTable& kernel_table_avx512bf16();
 const KernelTable& kernel_table_amx();
 
 // The table for cpu_isa().

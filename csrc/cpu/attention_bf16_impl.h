@@ -1,0 +1,518 @@
+// Attention on products of bfloat16 pairs, for caches in bfloat16 and 8 bits.
+//
+// A task's rows are taken in groups of 32, its keys in blocks of 128. Keys and values of a block are brought into pair
+// layout once for all rows: K^T as [key / 16][dim / 32][pair of dims][key][2], V as [key / 32][dim][pair of keys][2].
+// The products differ between instruction sets and come as a policy; scores and sums of any number of rows must come
+// out of it by the same operations in the same order. Everything else treats each row on its own, so that a row's
+// result is the same whatever other rows share the task.
+#pragma once
+
+#include <immintrin.h>
+
+#include <type_traits>
+
+#include "attention_impl.h"
+#include "kv_format.h"
+
+namespace pagemill {
+namespace {
+
+constexpr int kKeyBlock = 128;  // between two looks at the maximum
+constexpr int kSubKeys = 32;    // the depth of one product
+constexpr int kSubBlocks = kKeyBlock / kSubKeys;
+constexpr int kKeyTiles = kKeyBlock / 16;
+constexpr int kGroupRows = 32;
+constexpr int kMaxGroups = 8;
+static_assert(kPartitionKeys % kKeyBlock == 0);
+
+// 2^x for a weight that is rounded to bfloat16: relative error below 1e-4, exact for whole x. With results below 2^-126
+// flushed to zero (FlushSubnormals): masked scores would produce them in every block.
+PAGEMILL_INLINE __m512 exp2_short(__m512 x) {
+  const __m512 f = _mm512_reduce_ps(x, 1);  // x - floor(x)
+  __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.07706705480813980f), f, _mm512_set1_ps(0.22764497995376587f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.69511681795120240f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, x);  // floors x itself
+}
+
+// Subnormal numbers cost a hundred cycles each; bfloat16 products take them for zero anyway.
+class FlushSubnormals {
+ public:
+  FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040u); }
+  ~FlushSubnormals() { _mm_setcsr(saved_); }
+  FlushSubnormals(const FlushSubnormals&) = delete;
+  FlushSubnormals& operator=(const FlushSubnormals&) = delete;
+
+ private:
+  unsigned saved_;
+};
+
+PAGEMILL_INLINE void transpose_16x16(__m512i (&r)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+// The largest lane, in every lane.
+PAGEMILL_INLINE __m512 broadcast_max(__m512 m) {
+  m = _mm512_max_ps(m, _mm512_shuffle_f32x4(m, m, 0x4e));
+  m = _mm512_max_ps(m, _mm512_shuffle_f32x4(m, m, 0xb1));
+  m = _mm512_max_ps(m, _mm512_permute_ps(m, 0x4e));
+  return _mm512_max_ps(m, _mm512_permute_ps(m, 0xb1));
+}
+
+// What a policy works on: the operands of one group of rows and of one block of keys.
+template <int kHeadSize>
+struct Bf16Shape {
+  static constexpr int kChunks = (kHeadSize + 31) / 32;  // of dims, the last filled up with zeros
+  static constexpr int kPaddedSize = kChunks * 32;
+  static constexpr __mmask32 kLastMask = static_cast<__mmask32>(0xffffffffu >> (kPaddedSize - kHeadSize));
+
+  struct RowGroup {
+    alignas(64) uint16_t query[2][kChunks][16][32];
+    alignas(64) float out[kGroupRows][kPaddedSize];  // of this partition; in 32 dims the order of prepare_values
+    alignas(64) float sums[kGroupRows][16];
+    alignas(64) float maximum[kGroupRows];
+    bool started;  // in this partition: out holds numbers
+  };
+  struct KeyBlock {
+    alignas(64) uint16_t keys[kKeyTiles][kChunks][16][32];
+    alignas(64) uint16_t values[kSubBlocks][2 * kChunks][16][32];
+  };
+  struct Weights {
+    alignas(64) float scores[kGroupRows][kKeyBlock];
+    alignas(64) uint16_t weights[2][kSubBlocks][16][32];
+  };
+};
+
+template <int kHeadSize>
+struct Bf16Scratch {
+  using Shape = Bf16Shape<kHeadSize>;
+  typename Shape::KeyBlock block;
+  typename Shape::Weights weights;
+  alignas(64) float total_max[kMaxGroups * kGroupRows];
+  alignas(64) float total_sum[kMaxGroups * kGroupRows];
+  alignas(64) uint16_t zeros[Shape::kPaddedSize];
+  // Small tasks touch the first groups only.
+  typename Shape::RowGroup groups[kMaxGroups];
+  alignas(64) float total_out[kMaxGroups * kGroupRows][Shape::kPaddedSize];
+};
+
+// Sixteen keys as the rows of a tile.
+struct KeyTile {
+  const void* rows;
+  long stride_bytes;
+};
+
+// Of one row in partial results: its sums over values, then maximum and sum of weights.
+template <int kHeadSize>
+constexpr int64_t kPartialRowFloats = Bf16Shape<kHeadSize>::kPaddedSize + 16;
+
+template <typename Kv, int kHeadSize, typename Products>
+struct Bf16AttentionTile {
+  using Shape = Bf16Shape<kHeadSize>;
+  using Scratch = Bf16Scratch<kHeadSize>;
+  using RowGroup = typename Shape::RowGroup;
+  using Weights = typename Shape::Weights;
+  static constexpr int kChunks = Shape::kChunks;
+  static constexpr int kPaddedSize = Shape::kPaddedSize;
+
+  const PagedAttentionParams& p;
+  const AttentionTask& task;
+  Scratch& s;
+  const int32_t group = p.num_query_heads / p.num_kv_heads;
+  const SequenceView seq = sequence_view(p, task.seq);
+  const CachePages<Kv> pages = cache_pages<Kv>(p, seq, task.kv_head);
+  const float key_scale = p.key_scale != nullptr ? p.key_scale[task.kv_head] : 1.0f;
+  const float value_scale = p.value_scale != nullptr ? p.value_scale[task.kv_head] : 1.0f;
+  // Scores are multiplied by this to be in units of log2; 1 where adjust_scores has done it already.
+  const bool plain = p.soft_cap == 0.0f && p.alibi_slopes == nullptr && p.scale * key_scale > 0.0f;
+  const float factor = plain ? p.scale * key_scale * kLog2E : 1.0f;
+  const bool has_few_rows = Products::kTakesFewRows && task.num_rows <= 16;
+  const int num_groups = (task.num_rows + kGroupRows - 1) / kGroupRows;
+
+  PAGEMILL_INLINE int32_t query_head(int row) const { return task.kv_head * group + (task.first_row + row) % group; }
+  PAGEMILL_INLINE int32_t token(int row) const { return (task.first_row + row) / group; }
+  PAGEMILL_INLINE int32_t position(int row) const { return seq.first_position + token(row); }
+
+  void load_queries() {
+    for (int row = 0; row < num_groups * kGroupRows; ++row) {
+      auto& query = s.groups[row / kGroupRows].query[row % kGroupRows / 16];
+      if (row >= task.num_rows) {
+        for (int c = 0; c < kChunks; ++c) _mm512_store_si512(query[c][row % 16], _mm512_setzero_si512());
+        continue;
+      }
+      const auto* q = static_cast<const BFloat16*>(p.query) +
+                      int64_t{seq.first_token + token(row)} * p.query_token_stride +
+                      query_head(row) * p.query_head_stride;
+      for (int c = 0; c < kChunks; ++c) _mm512_store_si512(query[c][row % 16], load_chunk(q, c));
+    }
+  }
+
+  template <typename T>
+  static PAGEMILL_INLINE __m512i load_chunk(const T* row, int chunk) {
+    if constexpr (kHeadSize % 32 != 0) {
+      if (chunk == kChunks - 1) return load_bf16(row + chunk * 32, Shape::kLastMask);
+    }
+    return load_bf16(row + chunk * 32);
+  }
+
+  // The block's keys that exist for the task: [begin, end), counted from its first.
+  struct BlockKeys {
+    int32_t first, begin, end;
+    PAGEMILL_INLINE int num_subs() const { return (end + kSubKeys - 1) / kSubKeys; }
+  };
+
+  // Behind the window pages may have been given back, and slots past the end may hold anything: neither is read.
+  using Rows = const Kv* [16];
+  PAGEMILL_INLINE void row_addresses(const BlockKeys& keys, const Kv* cache, int first, Rows& rows) const {
+    const Kv* none = reinterpret_cast<const Kv*>(s.zeros);
+    for (int run = 0; run < 16; run += 8) {
+      const int lowest = first + run;
+      const bool exists = lowest + 8 > keys.begin && lowest < keys.end;
+      const Kv* base = exists ? cache + pages.offset(keys.first + lowest) : none;
+      for (int i = 0; i < 8; ++i) rows[run + i] = base + i * kHeadSize;
+      if (lowest >= keys.begin && lowest + 8 <= keys.end) continue;
+      for (int i = 0; i < 8; ++i) {
+        if (lowest + i < keys.begin || lowest + i >= keys.end) rows[run + i] = none;
+      }
+    }
+  }
+
+  // Pages lie anywhere in memory, so the hardware cannot guess the next ones. One of num_parts parts of 32 keys.
+  PAGEMILL_INLINE void prefetch_part(const Kv* cache, int32_t first, int32_t end, int part, int num_parts) const {
+    constexpr int kRunBytes = 8 * kHeadSize * static_cast<int>(sizeof(Kv));
+    const int part_bytes = kRunBytes / num_parts;
+    for (int32_t key = first; key < first + kSubKeys && key < end; key += 8) {
+      const char* run = reinterpret_cast<const char*>(cache + pages.offset(key)) + part * part_bytes;
+      for (int i = 0; i < part_bytes; i += 64) _mm_prefetch(run + i, _MM_HINT_T1);
+    }
+  }
+
+  // In the cache where tiles can read them there; otherwise copied, with zeros for what does not exist.
+  PAGEMILL_INLINE KeyTile key_tile(const BlockKeys& keys, int tile) {
+    Rows rows;
+    if constexpr (std::is_same_v<Kv, BFloat16> && kHeadSize % 32 == 0) {
+      const int32_t first = tile * 16;
+      if (pages.page_shift >= 4 && first < keys.end && first + 16 > keys.begin) {
+        return {pages.keys + pages.offset(keys.first + first), kHeadSize * 2};
+      }
+    }
+    row_addresses(keys, pages.keys, tile * 16, rows);
+    auto* copy = &s.block.keys[tile][0][0][0];
+    for (int i = 0; i < 16; ++i) {
+      for (int c = 0; c < kChunks; ++c) _mm512_store_si512(copy + i * kPaddedSize + c * 32, load_chunk(rows[i], c));
+    }
+    return {copy, kPaddedSize * 2};
+  }
+
+  PAGEMILL_INLINE void prepare_keys(const BlockKeys& keys, int tile) {
+    Rows rows;
+    row_addresses(keys, pages.keys, tile * 16, rows);
+    for (int c = 0; c < kChunks; ++c) {
+      __m512i r[16];
+      for (int i = 0; i < 16; ++i) r[i] = load_chunk(rows[i], c);
+      transpose_16x16(r);
+      for (int i = 0; i < 16; ++i) _mm512_store_si512(s.block.keys[tile][c][i], r[i]);
+    }
+  }
+
+  // Sixteen keys, half a sub-block. Row i of tile 2 c are dims 32 c + 8 (i / 4) + i % 4, and of tile 2 c + 1 those
+  // plus 4: the order in which unpacking leaves them, undone when the output is written.
+  PAGEMILL_INLINE void prepare_values(const BlockKeys& keys, int tile) {
+    Rows rows;
+    row_addresses(keys, pages.values, tile * 16, rows);
+    auto& values = s.block.values[tile / 2];
+    const int first_pair = tile % 2 * 8;
+    for (int c = 0; c < kChunks; ++c) interleave(rows, c, values + 2 * c, first_pair);
+  }
+
+  // Eight pairs of rows into two tiles.
+  static PAGEMILL_INLINE void interleave(const Rows& rows, int chunk, uint16_t (*tiles)[16][32], int first_pair) {
+    for (int pair = 0; pair < 8; ++pair) {
+      const __m512i a = load_chunk(rows[2 * pair], chunk), b = load_chunk(rows[2 * pair + 1], chunk);
+      _mm512_store_si512(tiles[0][first_pair + pair], _mm512_unpacklo_epi16(a, b));
+      _mm512_store_si512(tiles[1][first_pair + pair], _mm512_unpackhi_epi16(a, b));
+    }
+  }
+
+  // The same, while the rows one block further on come into the cache: a few lines at a time, so that they do not keep
+  // the loads waiting.
+  PAGEMILL_INLINE void interleave_and_prefetch(const Rows& rows, int chunk, uint16_t (*tiles)[16][32], int first_pair,
+                                               int32_t next, int32_t range_end) const {
+    for (int run = 0; run < 2; ++run) {
+      const bool exists = next + run * 8 < range_end;
+      const Kv* ahead = (exists ? pages.values + pages.offset(next + run * 8) : rows[run * 8]) + chunk * 32;
+      for (int pair = run * 4; pair < run * 4 + 4; ++pair, ahead += 2 * kHeadSize) {
+        const __m512i a = load_chunk(rows[2 * pair], chunk), b = load_chunk(rows[2 * pair + 1], chunk);
+        _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + kHeadSize), _MM_HINT_T1);
+        _mm512_store_si512(tiles[0][first_pair + pair], _mm512_unpacklo_epi16(a, b));
+        _mm512_store_si512(tiles[1][first_pair + pair], _mm512_unpackhi_epi16(a, b));
+      }
+    }
+  }
+
+  // soft_cap, ALiBi, and a scale that is not positive: brings scores to units of log2.
+  PAGEMILL_INLINE void adjust_scores(int row, int32_t first_key, __m512 (&x)[kKeyTiles]) const {
+    const VecF scale = set1(p.scale * key_scale), cap = set1(p.soft_cap);
+    const VecF inverse = set1(p.soft_cap != 0.0f ? 1.0f / p.soft_cap : 0.0f);
+    const VecF slope = set1(p.alibi_slopes != nullptr ? p.alibi_slopes[query_head(row)] * kLog2E : 0.0f);
+    const __m512 lanes = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    for (int i = 0; i < kKeyTiles; ++i) {
+      VecF score = VecF{x[i]} * scale;
+      if (p.soft_cap != 0.0f) score = tanh(score * inverse) * cap;
+      const VecF distance{_mm512_add_ps(lanes, _mm512_set1_ps(static_cast<float>(first_key + i * 16 - position(row))))};
+      x[i] = fma(slope, distance, score * set1(kLog2E)).v;
+    }
+  }
+
+  PAGEMILL_INLINE void mask_scores(int32_t begin, int32_t end, __m512 (&x)[kKeyTiles]) const {
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512 none = _mm512_set1_ps(-__builtin_inff());
+    for (int i = 0; i < kKeyTiles; ++i) {
+      const __m512i key = _mm512_add_epi32(lanes, _mm512_set1_epi32(i * 16));
+      const __mmask16 seen = _mm512_cmplt_epi32_mask(key, _mm512_set1_epi32(end));
+      x[i] = _mm512_mask_mov_ps(none, _mm512_mask_cmpge_epi32_mask(seen, key, _mm512_set1_epi32(begin)), x[i]);
+    }
+  }
+
+  // Scores of one row to weights; sums and the maximum so far are brought up to date.
+  PAGEMILL_INLINE void weigh_row(int group_index, int local, int32_t first_key, Weights& w) {
+    RowGroup& g = s.groups[group_index];
+    const int row = group_index * kGroupRows + local;
+    __m512 x[kKeyTiles];
+    for (int i = 0; i < kKeyTiles; ++i) x[i] = _mm512_load_ps(w.scores[local] + i * 16);
+    if (!plain) adjust_scores(row, first_key, x);
+    const int32_t end = position(row) + 1 - first_key;
+    const int32_t begin = p.window >= 0 ? end - p.window : 0;
+    if (end < kKeyBlock || begin > 0) mask_scores(begin, end, x);
+    const __m512 scale = _mm512_set1_ps(factor);
+    __m512 m0 = _mm512_max_ps(x[0], x[1]), m1 = _mm512_max_ps(x[2], x[3]);
+    m0 = _mm512_max_ps(m0, _mm512_max_ps(x[4], x[5]));
+    m1 = _mm512_max_ps(m1, _mm512_max_ps(x[6], x[7]));
+    const __m512 old_max = _mm512_set1_ps(g.maximum[local]);
+    const __m512 new_max = _mm512_max_ps(_mm512_mul_ps(broadcast_max(_mm512_max_ps(m0, m1)), scale), old_max);
+    for (int i = 0; i < kKeyTiles; ++i) x[i] = exp2_short(_mm512_fmsub_ps(x[i], scale, new_max));
+    for (int i = 0; i < kSubBlocks; ++i) {
+      const __m512bh both = _mm512_cvtne2ps_pbh(x[2 * i + 1], x[2 * i]);
+      _mm512_store_si512(w.weights[local / 16][i][local % 16], reinterpret_cast<__m512i>(both));
+    }
+    const __m512 low = _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]));
+    const __m512 high = _mm512_add_ps(_mm512_add_ps(x[4], x[5]), _mm512_add_ps(x[6], x[7]));
+    __m512 sums = _mm512_load_ps(g.sums[local]);
+    // Most blocks raise no maximum once the first few keys are seen.
+    if (any_greater(VecF{new_max}, VecF{old_max})) {
+      const __m512 old_scale = exp2(VecF{_mm512_sub_ps(old_max, new_max)}).v;
+      g.maximum[local] = _mm512_cvtss_f32(new_max);
+      sums = _mm512_mul_ps(sums, old_scale);
+      if (g.started) {
+        for (int d = 0; d < kPaddedSize; d += 16) {
+          _mm512_store_ps(g.out[local] + d, _mm512_mul_ps(_mm512_load_ps(g.out[local] + d), old_scale));
+        }
+      }
+    }
+    _mm512_store_ps(g.sums[local], _mm512_add_ps(sums, _mm512_add_ps(low, high)));
+  }
+
+  PAGEMILL_INLINE int rows_of(int group_index) const {
+    const int left = task.num_rows - group_index * kGroupRows;
+    return left < kGroupRows ? left : kGroupRows;
+  }
+
+  // How many sub-blocks a group sees of a block; 0: the group passes the block over.
+  PAGEMILL_INLINE int subs_of(int group_index, const BlockKeys& keys) const {
+    const int first_row = group_index * kGroupRows;
+    const int32_t end = position(first_row + rows_of(group_index) - 1) + 1 - keys.first;
+    if (end <= 0 || (p.window >= 0 && position(first_row) - p.window + 1 >= keys.first + kKeyBlock)) return 0;
+    const int seen = (end + kSubKeys - 1) / kSubKeys;
+    return seen < keys.num_subs() ? seen : keys.num_subs();
+  }
+
+  // One block for few rows, whose products read the keys where they lie.
+  PAGEMILL_INLINE void run_block_of_few_rows(const BlockKeys& keys, int32_t range_end) {
+    Rows value_rows[kKeyTiles];
+    for (int i = 0; i < 2 * keys.num_subs(); ++i) row_addresses(keys, pages.values, i * 16, value_rows[i]);
+    Products::score_few_rows(*this, keys, value_rows, range_end);
+    for (int row = 0; row < task.num_rows; ++row) weigh_row(0, row, keys.first, s.weights);
+    Products::values_of_few_rows(*this, keys, value_rows, range_end);
+    s.groups[0].started = true;
+  }
+
+  void run_block(const BlockKeys& keys, int32_t range_end) {
+    if constexpr (Products::kTakesFewRows) {
+      if (has_few_rows) return run_block_of_few_rows(keys, range_end);
+    }
+    for (int sub = 0; sub < keys.num_subs(); ++sub) {
+      const int32_t next = keys.first + kKeyBlock + sub * kSubKeys;
+      for (int tile = 2 * sub; tile < 2 * sub + 2; ++tile) {
+        prefetch_part(pages.keys, next, range_end, tile % 2, 2);
+        prepare_keys(keys, tile);
+        prefetch_part(pages.values, next, range_end, tile % 2, 2);
+        prepare_values(keys, tile);
+      }
+    }
+    for (int i = 0; i < num_groups; ++i) {
+      const int subs = subs_of(i, keys);
+      if (subs == 0) continue;
+      const int rows = rows_of(i);
+      Products::template scores<kHeadSize>(s.groups[i], s.block, s.weights, rows, subs);
+      for (int row = 0; row < rows; ++row) weigh_row(i, row, keys.first, s.weights);
+      Products::template values<kHeadSize>(s.groups[i], s.block, s.weights, rows, subs);
+      s.groups[i].started = true;
+    }
+  }
+
+  void run_partition(int32_t partition, KeyRange range) {
+    for (int i = 0; i < num_groups; ++i) {
+      RowGroup& g = s.groups[i];
+      g.started = false;
+      for (int row = 0; row < kGroupRows; ++row) {
+        g.maximum[row] = kNoMaximum;
+        _mm512_store_ps(g.sums[row], _mm512_setzero_ps());
+      }
+    }
+    const int32_t first = partition * kPartitionKeys;
+    const int32_t end = first + kPartitionKeys < range.end ? first + kPartitionKeys : range.end;
+    for (int32_t block = first; block < end; block += kKeyBlock) {
+      if (block + kKeyBlock <= range.begin) continue;
+      const int32_t begin_key = range.begin > block ? range.begin - block : 0;
+      run_block({block, begin_key, end - block < kKeyBlock ? end - block : kKeyBlock}, range.end);
+    }
+  }
+
+  // A row of a partial result: its sums over values, then maximum and sum of weights. Rows that the partition's keys
+  // are hidden from have a maximum that gives them no weight.
+  PAGEMILL_INLINE void save_partial(float* partial) const {
+    for (int row = 0; row < task.num_rows; ++row, partial += kPartialRowFloats<kHeadSize>) {
+      const RowGroup& g = s.groups[row / kGroupRows];
+      const int local = row % kGroupRows;
+      for (int d = 0; d < kPaddedSize; d += 16) {
+        _mm512_storeu_ps(partial + d, g.started ? _mm512_load_ps(g.out[local] + d) : _mm512_setzero_ps());
+      }
+      partial[kPaddedSize] = g.maximum[local];
+      partial[kPaddedSize + 1] = _mm512_reduce_add_ps(_mm512_load_ps(g.sums[local]));
+    }
+  }
+
+  PAGEMILL_INLINE void fold_row(int row, const float* out, float part_max, float part_sum) {
+    const float old_max = s.total_max[row];
+    const float new_max = part_max > old_max ? part_max : old_max;
+    const __m512 old_scale = exp2(set1(old_max - new_max)).v, part_scale = exp2(set1(part_max - new_max)).v;
+    s.total_max[row] = new_max;
+    s.total_sum[row] =
+        __builtin_fmaf(part_sum, _mm512_cvtss_f32(part_scale), s.total_sum[row] * _mm512_cvtss_f32(old_scale));
+    for (int d = 0; d < kPaddedSize; d += 16) {
+      const __m512 total = _mm512_mul_ps(_mm512_load_ps(s.total_out[row] + d), old_scale);
+      _mm512_store_ps(s.total_out[row] + d, _mm512_fmadd_ps(_mm512_loadu_ps(out + d), part_scale, total));
+    }
+  }
+
+  PAGEMILL_INLINE void fold_partition() {
+    for (int row = 0; row < task.num_rows; ++row) {
+      const RowGroup& g = s.groups[row / kGroupRows];
+      if (!g.started) continue;
+      const int local = row % kGroupRows;
+      fold_row(row, g.out[local], g.maximum[local], _mm512_reduce_add_ps(_mm512_load_ps(g.sums[local])));
+    }
+  }
+
+  void clear_total() {
+    for (int row = 0; row < task.num_rows; ++row) {
+      s.total_max[row] = kNoMaximum;
+      s.total_sum[row] = 0.0f;
+      for (int d = 0; d < kPaddedSize; d += 16) _mm512_store_ps(s.total_out[row] + d, _mm512_setzero_ps());
+    }
+  }
+
+  // Thirty-two dims in the order of prepare_values.
+  PAGEMILL_INLINE void write_chunk(const float* values, __m512 scale, BFloat16* out, int count) const {
+    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    const __m512i second = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
+    const __m512 low = _mm512_mul_ps(_mm512_load_ps(values), scale);
+    const __m512 high = _mm512_mul_ps(_mm512_load_ps(values + 16), scale);
+    store(out, VecF{_mm512_permutex2var_ps(low, first, high)});
+    if (count > 16) store(out + 16, VecF{_mm512_permutex2var_ps(low, second, high)});
+  }
+
+  void write_output() {
+    for (int row = 0; row < task.num_rows; ++row) {
+      const int32_t head = query_head(row);
+      const int64_t out_token = seq.first_token + token(row);
+      float maximum = s.total_max[row], sum = s.total_sum[row], scale = 1.0f;
+      if (p.sinks != nullptr) {
+        const float sink = p.sinks[head] * kLog2E;
+        const float new_max = sink > maximum ? sink : maximum;
+        scale = ::exp2f(maximum - new_max);
+        sum = sum * scale + ::exp2f(sink - new_max);
+        maximum = new_max;
+      }
+      if (p.lse != nullptr) p.lse[out_token * p.num_query_heads + head] = (maximum + ::log2f(sum)) * kLn2;
+      const __m512 inverse = _mm512_set1_ps(sum > 0.0f ? scale / sum * value_scale : 0.0f);
+      auto* out = static_cast<BFloat16*>(p.out) + out_token * p.out_token_stride + head * p.out_head_stride;
+      for (int d = 0; d < kHeadSize; d += 32) write_chunk(s.total_out[row] + d, inverse, out + d, kHeadSize - d);
+    }
+  }
+
+  void run(float* partials) {
+    const FlushSubnormals flush;
+    [[maybe_unused]] const typename Products::Session session{};
+    const KeyRange range = key_range(p, seq, task, group);
+    for (int c = 0; c < kChunks; ++c) _mm512_store_si512(s.zeros + c * 32, _mm512_setzero_si512());
+    load_queries();
+    if constexpr (Products::kTakesFewRows) {
+      if (has_few_rows) Products::template prepare_few_rows<kHeadSize>(s.groups[0]);
+    }
+    clear_total();
+    const int32_t first_key = range.begin / kKeyBlock * kKeyBlock;
+    for (int32_t key = first_key; key < first_key + kKeyBlock; key += kSubKeys) {
+      if (key + kSubKeys <= range.begin) continue;
+      prefetch_part(pages.keys, key, range.end, 0, 1);
+      prefetch_part(pages.values, key, range.end, 0, 1);
+    }
+    for (int32_t i = 0; i < task.num_partitions; ++i) {
+      run_partition(task.first_partition + i, range);
+      if (partials != nullptr) {
+        save_partial(partials + i * task.num_rows * kPartialRowFloats<kHeadSize>);
+      } else {
+        fold_partition();
+      }
+    }
+    if (partials == nullptr) write_output();
+  }
+
+  void fold(const float* partials) {
+    const FlushSubnormals flush;
+    clear_total();
+    for (int32_t i = 0; i < task.num_partitions; ++i) {
+      const float* row = partials + i * task.num_rows * kPartialRowFloats<kHeadSize>;
+      for (int r = 0; r < task.num_rows; ++r, row += kPartialRowFloats<kHeadSize>) {
+        fold_row(r, row, row[kPaddedSize], row[kPaddedSize + 1]);
+      }
+    }
+    write_output();
+  }
+};
+
+}  // namespace
+}  // namespace pagemill
