@@ -109,8 +109,11 @@ def test_a_row_has_rates_and_its_share_of_the_floor() -> None:
     assert (failed.time_us, failed.error) == (None, "RuntimeError: needs more memory")
 
 
-def row(shape: str, implementation: str, time_us: float | None) -> Row:
-    return Row("decode_attention", shape, "bfloat16", implementation, time_us, 1.0, None, 1.0, 0.5, "read", "graph")
+def row(shape: str, implementation: str, time_us: float | None, *, is_same_work: bool = True) -> Row:
+    return Row(
+        "decode_attention", shape, "bfloat16", implementation, time_us, 1.0, None, 1.0, 0.5, "read", "graph",
+        is_same_work,
+    )  # fmt: skip
 
 
 def test_the_summary_compares_with_the_fastest_other_on_each_shape() -> None:
@@ -123,6 +126,13 @@ def test_the_summary_compares_with_the_fastest_other_on_each_shape() -> None:
     assert line.startswith("decode_attention: 1.00 x as fast as the fastest other (geometric mean of 2 shapes")
     assert "least 0.50 x" in line
     assert line.endswith("no slower on 1")
+
+
+def test_others_that_have_less_to_do_are_summed_up_apart() -> None:
+    rows = [row("a", OURS, 10.0), row("a", "paged", 20.0), row("a", "contiguous", 5.0, is_same_work=False)]
+    paged, contiguous = report.summary(rows)
+    assert paged.startswith("decode_attention: 2.00 x as fast as the fastest other (")
+    assert contiguous.startswith("decode_attention: 0.50 x as fast as the fastest other on contiguous memory")
 
 
 def test_rows_are_appended_with_what_the_run_was(tmp_path: Path) -> None:

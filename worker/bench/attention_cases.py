@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from worker import kernels
-from worker.bench.attention_peers import flashinfer_decode, flashinfer_prefill, sdpa_contenders
+from worker.bench.attention_peers import flash_attention_3, flashinfer_decode, flashinfer_prefill, sdpa_contenders
 from worker.bench.case import OURS, Candidate, Case, Contender, Site, Work, dtype_name
 from worker.bench.models import LLAMA_2_7B, LLAMA_3_1B, LLAMA_3_8B, TINY, LayerShape
 from worker.bench.paged_batch import PagedBatch
@@ -81,7 +81,7 @@ def _decode_contenders(
     )  # fmt: skip
     contenders = [Contender(OURS, lambda: _ours(paged))]
     if kv_dtype is None:
-        contenders += [*sdpa_contenders(paged), *flashinfer_decode(paged)]
+        contenders += [*sdpa_contenders(paged), *flashinfer_decode(paged), *flash_attention_3(paged)]
     return contenders
 
 
@@ -99,7 +99,12 @@ def _prefill_case(site: Site, model: LayerShape, batch: int, length: int, is_qui
 
 def _prefill_contenders(site: Site, model: LayerShape, batch: int, length: int) -> Sequence[Contender]:
     paged = PagedBatch(site, model, num_sequences=batch, context=length, num_queries=length, copies=1)
-    return [Contender(OURS, lambda: _ours(paged)), *sdpa_contenders(paged), *flashinfer_prefill(paged)]
+    return [
+        Contender(OURS, lambda: _ours(paged)),
+        *sdpa_contenders(paged),
+        *flashinfer_prefill(paged),
+        *flash_attention_3(paged),
+    ]
 
 
 def _ours(paged: PagedBatch) -> Candidate:

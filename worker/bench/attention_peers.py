@@ -1,4 +1,5 @@
-"""Other implementations of attention: torch's on contiguous memory, FlashInfer's on the same pages."""
+"""Other implementations of attention: torch's on contiguous memory; FlashInfer's and FlashAttention-3, as vLLM carries
+it, on the same pages."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def sdpa_contenders(paged: PagedBatch) -> Iterator[Contender]:
     if paged.site.is_cuda:
         backends = {"torch_flash": SDPBackend.FLASH_ATTENTION, "torch_cudnn": SDPBackend.CUDNN_ATTENTION}
     for name, backend in backends.items():
-        yield Contender(name, partial(_sdpa, paged, backend))
+        yield Contender(f"{name}_contiguous", partial(_sdpa, paged, backend), is_same_work=False)
 
 
 def _sdpa(paged: PagedBatch, backend: SDPBackend | None) -> Candidate:
@@ -90,9 +91,7 @@ def _page_arguments(paged: PagedBatch) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def _in_layout(paged: PagedBatch, layout: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    if layout == "HND":
-        return paged.caches
-    return [(k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()) for k, v in paged.caches]
+    return paged.caches if layout == "HND" else paged.token_major_caches
 
 
 def _candidate(paged: PagedBatch, wrapper: Any, layout: str) -> Candidate:
@@ -127,3 +126,40 @@ def _flashinfer_prefill(paged: PagedBatch, layout: str, backend: str) -> Candida
         sm_scale=paged.scale,
     )  # fmt: skip
     return _candidate(paged, wrapper, layout)
+
+
+# Pieces of the keys of a sequence: chosen by the library, or as many as it has at most.
+_FA3_SPLITS = (0, 32)
+
+
+def flash_attention_3(paged: PagedBatch) -> Iterator[Contender]:
+    """Decode by its own choice of pieces and with 32; prefill without."""
+    if not paged.site.is_cuda or importlib.util.find_spec("vllm") is None:
+        return
+    for splits in _FA3_SPLITS if paged.is_decode else (0,):
+        name = f"fa3_{splits or 'auto'}_splits" if paged.is_decode else "fa3"
+        yield Contender(name, partial(_flash_attention_3, paged, splits))
+
+
+def _flash_attention_3(paged: PagedBatch, splits: int) -> Candidate:
+    library = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
+    model = paged.model
+    more: dict[str, Any] = {}
+    if paged.is_decode:
+        more["num_splits"] = splits
+        more["scheduler_metadata"] = library.get_scheduler_metadata(
+            batch_size=paged.num_sequences, max_seqlen_q=paged.num_queries, max_seqlen_k=paged.context,
+            num_heads_q=model.num_query_heads, num_heads_kv=model.num_kv_heads, headdim=model.head_size,
+            cache_seqlens=paged.context_lens, qkv_dtype=paged.query.dtype, cu_seqlens_q=paged.query_start,
+            page_size=BLOCK_SIZE, causal=True, window_size=(-1, -1), num_splits=splits,
+        )  # fmt: skip
+    out = torch.empty_like(paged.query)
+    calls = [
+        partial(
+            library.flash_attn_varlen_func, q=paged.query, k=key, v=value, out=out, cu_seqlens_q=paged.query_start,
+            max_seqlen_q=paged.num_queries, seqused_k=paged.context_lens, max_seqlen_k=paged.context, causal=True,
+            softmax_scale=paged.scale, block_table=paged.block_tables, fa_version=3, **more,
+        )
+        for key, value in paged.token_major_caches
+    ]  # fmt: skip
+    return Candidate(calls, result=lambda: out)

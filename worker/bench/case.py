@@ -41,10 +41,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """An implementation by name; `make` allocates what it alone needs, and may raise where it cannot run."""
+    """An implementation by name; `make` allocates what it alone needs, and may raise where it cannot run.
+
+    Attributes:
+        is_same_work: False where it is given less to do, such as contiguous memory instead of pages.
+    """
 
     name: str
     make: Callable[[], Candidate]
+    is_same_work: bool = True
 
 
 @dataclass(frozen=True, slots=True)

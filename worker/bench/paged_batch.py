@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from worker.bench.case import Site
@@ -57,6 +59,11 @@ class PagedBatch:
     @property
     def is_decode(self) -> bool:
         return self.num_queries == 1
+
+    @functools.cached_property
+    def token_major_caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The same numbers with tokens before heads in a page: [num_blocks, BLOCK_SIZE, num_kv_heads, head_size]."""
+        return [(k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()) for k, v in self.caches]
 
     def contiguous(self, copy: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one cache as [num_sequences, num_kv_heads, context, head_size], contiguous."""

@@ -80,26 +80,31 @@ def _number(value: float | None) -> str:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """For each kernel with others beside it: how often ours is the fastest, and by how much in the geometric mean."""
+    """For each kernel with others beside it: how often ours is the fastest, and by how much in the geometric mean.
+
+    Others that are given less to do have a line of their own.
+    """
     lines = []
     for kernel in dict.fromkeys(row.kernel for row in rows if row.kernel != CEILING):
-        ratios = list(_ratios_to_fastest([row for row in rows if row.kernel == kernel]))
-        if ratios:
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            ahead = sum(ratio >= 1 for ratio in ratios)
-            lines.append(
-                f"{kernel}: {mean:.2f} x as fast as the fastest other (geometric mean of {len(ratios)} shapes, "
-                f"least {min(ratios):.2f} x); no slower on {ahead}"
-            )
+        of_kernel = [row for row in rows if row.kernel == kernel]
+        for is_same_work, whom in ((True, "the fastest other"), (False, "the fastest other on contiguous memory")):
+            ratios = list(_ratios_to_fastest(of_kernel, is_same_work))
+            if ratios:
+                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+                ahead = sum(ratio >= 1 for ratio in ratios)
+                lines.append(
+                    f"{kernel}: {mean:.2f} x as fast as {whom} (geometric mean of {len(ratios)} shapes, "
+                    f"least {min(ratios):.2f} x); no slower on {ahead}"
+                )
     return lines
 
 
-def _ratios_to_fastest(rows: Sequence[Row]) -> Iterator[float]:
+def _ratios_to_fastest(rows: Sequence[Row], is_same_work: bool) -> Iterator[float]:
     """Of each shape that has both: time of the fastest other over ours."""
     for shape in dict.fromkeys(row.shape for row in rows):
         timed = [row for row in rows if row.shape == shape and row.time_us is not None]
         ours = [row.time_us for row in timed if row.implementation == OURS]
-        others = [row.time_us for row in timed if row.implementation != OURS]
+        others = [row.time_us for row in timed if row.implementation != OURS and row.is_same_work == is_same_work]
         if ours and others:
             yield min(filter(None, others)) / (ours[0] or math.inf)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 import torch
 
-from worker.bench.case import OURS, Candidate, Case, Contender, Site, Work, dtype_name
+from worker.bench.case import OURS, Candidate, Case, Contender, Site, dtype_name
 from worker.bench.ceilings import Ceilings, measure
 from worker.bench.timing import CpuTimer, CudaTimer, OnceTimer, Timer
 
@@ -25,6 +25,7 @@ class Row:
         floor_us: the least time by the ceilings of the same run; share_of_floor is floor over time, 1 at best.
         bound: what the floor comes from: read, copy, to_host, to_device or product.
         timed_by: graph, launches or clock; see timing.py.
+        is_same_work: False where it is given less to do, such as contiguous memory instead of pages.
         difference: of the output from Pagemill's, as norm of the difference over norm; None where not compared.
         error: why there is no time.
     """
@@ -40,6 +41,7 @@ class Row:
     share_of_floor: float | None
     bound: str
     timed_by: str
+    is_same_work: bool = True
     difference: float | None = None
     error: str = ""
 
@@ -76,24 +78,28 @@ def _ceiling_rows(ceilings: Ceilings) -> Iterator[Row]:
 def _run_case(site: Site, case: Case, ceilings: Ceilings, timer: Timer) -> Iterator[Row]:
     contenders = _guarded(case.build)
     if isinstance(contenders, str):
-        yield _failed(case, OURS, contenders)
+        yield _failed(case, Contender(OURS, _never), contenders)
         return
     expected: torch.Tensor | None = None
     for contender in contenders:
         outcome = _guarded(lambda contender=contender: _time(contender, timer))  # type: ignore[misc]
         if isinstance(outcome, str):
-            yield _failed(case, contender.name, outcome)
+            yield _failed(case, contender, outcome)
         else:
             seconds, method, result = outcome
             if contender.name == OURS:
                 expected = result
             difference = _difference(result, expected)
             if site.is_dry:
-                yield _ran(case, contender.name, difference)
+                yield _ran(case, contender, difference)
             else:
                 floor_s, bound = ceilings.floor_s(case.work, case.dtype)
-                yield _row(case, contender.name, seconds, method, floor_s, bound, difference)
+                yield _row(case, contender, seconds, method, floor_s, bound, difference)
         _free(site)
+
+
+def _never() -> Candidate:
+    raise RuntimeError("what the contenders share could not be made")
 
 
 def _time(contender: Contender, timer: Timer) -> tuple[float, str, torch.Tensor | None]:
@@ -121,25 +127,36 @@ def _difference(result: torch.Tensor | None, expected: torch.Tensor | None) -> f
 
 
 def _row(
-    case: Case, name: str, seconds: float, method: str, floor_s: float, bound: str, difference: float | None
+    case: Case,
+    contender: Contender,
+    seconds: float,
+    method: str,
+    floor_s: float,
+    bound: str,
+    difference: float | None,
 ) -> Row:
-    work: Work = case.work
+    work = case.work
     return Row(
-        case.kernel, case.shape, dtype_name(case.dtype), name, seconds * 1e6, work.num_bytes / seconds / 1e9,
-        work.flops / seconds / 1e12 if work.flops else None, floor_s * 1e6, floor_s / seconds, bound, method,
-        difference,
+        case.kernel, case.shape, dtype_name(case.dtype), contender.name, seconds * 1e6,
+        work.num_bytes / seconds / 1e9, work.flops / seconds / 1e12 if work.flops else None, floor_s * 1e6,
+        floor_s / seconds, bound, method, contender.is_same_work, difference,
     )  # fmt: skip
 
 
-def _ran(case: Case, name: str, difference: float | None) -> Row:
+def _untimed(case: Case, contender: Contender) -> Row:
+    return Row(
+        case.kernel, case.shape, dtype_name(case.dtype), contender.name, None, None, None, None, None, "", "",
+        contender.is_same_work,
+    )  # fmt: skip
+
+
+def _ran(case: Case, contender: Contender, difference: float | None) -> Row:
     """Of a dry run, whose times say nothing."""
-    dtype = dtype_name(case.dtype)
-    return Row(case.kernel, case.shape, dtype, name, None, None, None, None, None, "", "", difference)
+    return replace(_untimed(case, contender), difference=difference)
 
 
-def _failed(case: Case, name: str, error: str) -> Row:
-    dtype = dtype_name(case.dtype)
-    return Row(case.kernel, case.shape, dtype, name, None, None, None, None, None, "", "", error=error)
+def _failed(case: Case, contender: Contender, error: str) -> Row:
+    return replace(_untimed(case, contender), error=error)
 
 
 def _free(site: Site) -> None:
