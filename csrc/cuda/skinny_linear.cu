@@ -1,5 +1,7 @@
 // Checks, the rule where the kernel pays, and the choice of dtype.
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 
 #include "error.h"
 #include "pagemill/cuda_kernels.h"
@@ -41,6 +43,25 @@ int check_memory(const SkinnyLinearParams& p) {
   return 0;
 }
 
+// Weights for which this kernel was a tenth faster than cuBLAS 13 on an H200, over each box as a whole, and slower in
+// no cell of it: benchmarks/skinny_linear_grid.py, benchmarks/results/skinny_linear_h200.csv. Larger weights leave
+// cuBLAS less to lose (3 to 9 % in most cells); fewer outputs with more inputs leave too few rows per multiprocessor
+// here.
+struct WinningBox {
+  int64_t min_outputs, max_outputs, min_inputs, max_inputs, max_rows;
+};
+constexpr WinningBox kWinningBoxes[] = {
+    {256, 1023, 1024, 6144, 16},     // 1.59 up to 8 rows, 1.49 with 16
+    {1024, 4096, 1024, 14336, 16},   // 1.38, 1.31
+    {4097, 7168, 3072, 14336, 16},   // 1.14, 1.09
+    {10240, 12288, 3072, 11008, 8},  // 1.11
+};
+
+bool is_inside(const WinningBox& box, const SkinnyLinearParams& p) {
+  return p.num_outputs >= box.min_outputs && p.num_outputs <= box.max_outputs && p.num_inputs >= box.min_inputs &&
+         p.num_inputs <= box.max_inputs && p.num_rows <= box.max_rows;
+}
+
 }  // namespace
 }  // namespace pagemill::cuda
 
@@ -54,8 +75,13 @@ int64_t pagemill_cuda_skinny_linear_workspace(const SkinnyLinearParams* params) 
 }
 
 int32_t pagemill_cuda_skinny_linear_wins(const SkinnyLinearParams* params) {
-  (void)params;
-  return 0;
+  // Other generations have not been measured.
+  const cuda::DeviceLimits* limits = cuda::device_limits();
+  if (limits == nullptr || limits->compute_capability != 90) return 0;
+  if (cuda::check_sizes(*params) != 0) return 0;
+  const bool wins = std::any_of(std::begin(cuda::kWinningBoxes), std::end(cuda::kWinningBoxes),
+                                [&](const cuda::WinningBox& box) { return cuda::is_inside(box, *params); });
+  return wins ? 1 : 0;
 }
 
 int pagemill_cuda_skinny_linear(const SkinnyLinearParams* params, void* stream) {

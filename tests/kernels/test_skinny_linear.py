@@ -131,6 +131,6 @@ def test_other_dtypes_are_named() -> None:
         skinny_linear(out, x, random(64, 128, dtype=torch.float32))
 
 
-def test_it_is_advised_for_few_rows_of_supported_products_alone() -> None:
-    linear = kernels.SkinnyLinear(random(4096, 4096))
-    assert not linear.wins(MAX_ROWS + 1)
+def test_it_is_advised_for_no_product_that_was_not_measured_to_gain() -> None:
+    assert not kernels.SkinnyLinear(random(4096, 4096)).wins(MAX_ROWS + 1)
+    assert not kernels.SkinnyLinear(random(64, 64)).wins(1)
