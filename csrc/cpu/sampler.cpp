@@ -8,8 +8,8 @@
 #include "error.h"
 #include "kernel_table.h"
 #include "pagemill/kernels.h"
+#include "pagemill/philox.h"
 #include "pagemill/thread_pool.h"
-#include "philox.h"
 
 namespace pagemill {
 namespace {

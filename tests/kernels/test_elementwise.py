@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from worker import kernels
 
+ON_DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 # Half a unit in the last place of the output's dtype, with room for float32 sums.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -20,15 +21,15 @@ def norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
-@pytest.mark.parametrize("hidden", [1, 5, 64, 576, 1000])
-def test_rms_norm_matches_float64(isa: str, dtype: torch.dtype, hidden: int) -> None:
+@pytest.mark.parametrize("hidden", [1, 5, 64, 128, 576, 1000, 4096, 8192, 40000])
+def test_rms_norm_matches_float64(device: str, dtype: torch.dtype, hidden: int) -> None:
     x, weight = torch.randn(9, hidden).to(dtype), torch.randn(hidden).to(dtype)
     out = torch.empty_like(x)
     kernels.rms_norm(out, x, weight, 1e-5)
     assert_close(out, norm_reference(x, weight, 1e-5))
 
 
-def test_rms_norm_takes_strided_rows_and_writes_in_place(isa: str, dtype: torch.dtype) -> None:
+def test_rms_norm_takes_strided_rows_and_writes_in_place(device: str, dtype: torch.dtype) -> None:
     wide, weight = torch.randn(4, 200).to(dtype), torch.randn(96).to(dtype)
     x = wide[:, 50:146]
     expected = norm_reference(x, weight, 1e-6)
@@ -36,7 +37,7 @@ def test_rms_norm_takes_strided_rows_and_writes_in_place(isa: str, dtype: torch.
     assert_close(x, expected)
 
 
-def test_fused_add_rms_norm_normalises_the_rounded_sum(isa: str, dtype: torch.dtype) -> None:
+def test_fused_add_rms_norm_normalises_the_rounded_sum(device: str, dtype: torch.dtype) -> None:
     x, residual, weight = torch.randn(300, 576).to(dtype), torch.randn(300, 576).to(dtype), torch.randn(576).to(dtype)
     total = (x.float() + residual.float()).to(dtype)
     out = torch.empty_like(x)
@@ -45,7 +46,7 @@ def test_fused_add_rms_norm_normalises_the_rounded_sum(isa: str, dtype: torch.dt
     assert_close(out, norm_reference(total, weight, 1e-5))
 
 
-def test_norms_of_a_float32_residual_write_the_weights_dtype(isa: str, dtype: torch.dtype) -> None:
+def test_norms_of_a_float32_residual_write_the_weights_dtype(device: str, dtype: torch.dtype) -> None:
     x, residual, weight = torch.randn(300, 577), torch.randn(300, 577), torch.randn(577).to(dtype)
     out = torch.empty(300, 577, dtype=dtype)
     kernels.rms_norm(out, x, weight, 1e-5)
@@ -56,7 +57,7 @@ def test_norms_of_a_float32_residual_write_the_weights_dtype(isa: str, dtype: to
     assert_close(out, norm_reference(total, weight, 1e-5))
 
 
-def test_embedding_widens_to_float32(isa: str, dtype: torch.dtype) -> None:
+def test_embedding_widens_to_float32(device: str, dtype: torch.dtype) -> None:
     table, ids = torch.randn(50, 77).to(dtype), torch.tensor([3, 49, 0, 3], dtype=torch.int32)
     out = torch.empty(4, 77)
     kernels.embedding(out, ids, table)
@@ -64,8 +65,18 @@ def test_embedding_widens_to_float32(isa: str, dtype: torch.dtype) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(num_tokens=st.integers(0, 70), size=st.integers(1, 300), dtype=st.sampled_from(list(TOLERANCE)))
-def test_activations_match_float64(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+@given(
+    num_tokens=st.integers(0, 70),
+    size=st.integers(1, 300),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    device=st.sampled_from(ON_DEVICES),
+)
+def test_activations_match_float64(num_tokens: int, size: int, dtype: torch.dtype, device: str) -> None:
+    with torch.device(device):
+        check_activations(num_tokens, size, dtype)
+
+
+def check_activations(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     gate_up = (torch.randn(num_tokens, 2 * size) * 4).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
     for run, reference in [
@@ -78,7 +89,7 @@ def test_activations_match_float64(num_tokens: int, size: int, dtype: torch.dtyp
         torch.testing.assert_close(out.double(), reference * up, rtol=TOLERANCE[dtype] * 2, atol=TOLERANCE[dtype] * 2)
 
 
-def test_activations_match_float64_everywhere(isa: str, dtype: torch.dtype) -> None:
+def test_activations_match_float64_everywhere(device: str, dtype: torch.dtype) -> None:
     gate_up = torch.cat([torch.linspace(-100, 100, 1001), torch.ones(1001)])[None].to(dtype)
     out = torch.empty(1, 1001, dtype=dtype)
     kernels.silu_and_mul(out, gate_up)
@@ -106,7 +117,7 @@ def cos_sin_table(max_positions: int, rot_dim: int) -> torch.Tensor:
 @pytest.mark.parametrize("rot_dim", [20, 64])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_rotary_embedding_matches_float64(
-    isa: str, dtype: torch.dtype, layout: str, rot_dim: int, index_dtype: torch.dtype
+    device: str, dtype: torch.dtype, layout: str, rot_dim: int, index_dtype: torch.dtype
 ) -> None:
     table, positions = cos_sin_table(100, rot_dim), torch.tensor([0, 1, 99, 7], dtype=index_dtype)
     qkv = torch.randn(4, 5 * 64).to(dtype)
@@ -121,7 +132,7 @@ def test_rotary_embedding_matches_float64(
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 130])
-def test_rope_and_store_equals_its_two_halves(isa: str, dtype: torch.dtype, num_tokens: int) -> None:
+def test_rope_and_store_equals_its_two_halves(device: str, dtype: torch.dtype, num_tokens: int) -> None:
     table, positions = cos_sin_table(200, 64), torch.arange(num_tokens)
     qkv = torch.randn(num_tokens, 5 * 64).to(dtype)
     slots = torch.randperm(20 * 8)[:num_tokens]
@@ -142,7 +153,7 @@ def test_rope_and_store_equals_its_two_halves(isa: str, dtype: torch.dtype, num_
         assert torch.equal(apart[1][block, :, offset], v[i])
 
 
-def test_lookups_copy_rows(dtype: torch.dtype) -> None:
+def test_lookups_copy_rows(device: str, dtype: torch.dtype) -> None:
     table = torch.randn(50, 24).to(dtype)
     for index_dtype in (torch.int32, torch.int64):
         ids = torch.tensor([49, 0, 7, 7], dtype=index_dtype)
@@ -152,7 +163,7 @@ def test_lookups_copy_rows(dtype: torch.dtype) -> None:
             assert torch.equal(out, table[ids.long()])
 
 
-def test_copy_blocks_copies_in_order_in_every_layer(dtype: torch.dtype) -> None:
+def test_copy_blocks_copies_in_order_in_every_layer(device: str, dtype: torch.dtype) -> None:
     keys = [torch.randn(6, 2, 8, 64).to(dtype) for _ in range(3)]
     values = [torch.randn(6, 2, 8, 64).to(dtype) for _ in range(3)]
     before = [c.clone() for c in (*keys, *values)]
@@ -160,6 +171,57 @@ def test_copy_blocks_copies_in_order_in_every_layer(dtype: torch.dtype) -> None:
     for cache, old in zip((*keys, *values), before, strict=True):
         assert torch.equal(cache[3], old[0]) and torch.equal(cache[5], old[0])
         assert torch.equal(cache[[0, 1, 2, 4]], old[[0, 1, 2, 4]])
+
+
+def test_many_copies_of_blocks_follow_one_another(device: str) -> None:
+    keys, values = [torch.randn(400, 1, 8, 64)], [torch.randn(400, 1, 8, 64)]
+    expected = keys[0].clone()
+    sources, destinations = torch.randint(0, 400, (2, 300), device="cpu").tolist()
+    for source, destination in zip(sources, destinations, strict=True):
+        expected[destination] = expected[source].clone()
+    kernels.copy_blocks(keys, values, sources, destinations)
+    assert torch.equal(keys[0], expected)
+
+
+def test_swapped_blocks_come_back(device: str, dtype: torch.dtype) -> None:
+    caches = [torch.randn(9, 2, 8, 64).to(dtype) for _ in range(4)]
+    before = [c.clone() for c in caches]
+    hosts = [torch.zeros(7, 2, 8, 64, dtype=dtype, device="cpu", pin_memory=device == "cuda") for _ in caches]
+    blocks, host_blocks = [2, 3, 4, 8, 0], [0, 1, 2, 3, 6]
+    kernels.swap_blocks(caches, hosts, blocks, host_blocks, "to_host")
+    for cache in caches:
+        cache.zero_()
+    kernels.swap_blocks(caches, hosts, blocks, host_blocks, "to_device")
+    for cache, old, host in zip(caches, before, hosts, strict=True):
+        assert torch.equal(cache[blocks], old[blocks]) and torch.equal(host[host_blocks], old[blocks].cpu())
+        assert not cache[[1, 5, 6, 7]].any() and not host[[4, 5]].any()
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("has_scales", [False, True])
+def test_8_bit_caches_hold_the_nearest_finite_quotient(
+    device: str, dtype: torch.dtype, cache_dtype: torch.dtype, has_scales: bool
+) -> None:
+    key, value = (torch.randn(130, 3, 64).to(dtype) * 10 ** torch.randn(130, 3, 1) for _ in range(2))
+    key, value = key.to(dtype), value.to(dtype)
+    key[0, 0, :4] = torch.tensor([torch.inf, -torch.inf, 6e4, -6e4])
+    scales = [torch.rand(3) + 0.1 for _ in range(2)] if has_scales else [None, None]
+    caches = [torch.zeros(20, 3, 8, 64).to(cache_dtype) for _ in range(2)]
+    slots = torch.randperm(160)[:130]
+    kernels.store_kv(key, value, *caches, slots, key_scale=scales[0], value_scale=scales[1])
+    limit = torch.finfo(cache_dtype).max
+    for cache, x, scale in zip(caches, (key, value), scales, strict=True):
+        quotient = x.float() if scale is None else x.float() / scale[:, None]
+        stored = cache.view(torch.uint8)[slots // 8, :, slots % 8]
+        assert torch.equal(stored, quotient.clamp(-limit, limit).to(cache_dtype).view(torch.uint8))
+
+
+def test_8_bit_caches_keep_nan(device: str) -> None:
+    caches = [torch.zeros(1, 1, 8, 64).to(torch.float8_e4m3fn) for _ in range(2)]
+    kernels.store_kv(
+        torch.full((1, 1, 64), torch.nan), torch.ones(1, 1, 64), *caches, torch.zeros(1, dtype=torch.int64)
+    )
+    assert caches[0].float()[0, 0, 0].isnan().all() and (caches[1].float()[0, 0, 0] == 1).all()
 
 
 def test_bad_input_is_refused_by_name() -> None:

@@ -1,4 +1,5 @@
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -18,6 +19,11 @@ from worker.kernels import SamplingBatch
 
 
 def draw(logits: torch.Tensor, batch: SamplingBatch, num_top: int = 0) -> dict[str, torch.Tensor]:
+    with logits.device:
+        return draw_here(logits, batch, num_top)
+
+
+def draw_here(logits: torch.Tensor, batch: SamplingBatch, num_top: int) -> dict[str, torch.Tensor]:
     rows = logits.shape[0]
     out = {
         "out_ids": torch.full((rows,), -7),
@@ -27,8 +33,14 @@ def draw(logits: torch.Tensor, batch: SamplingBatch, num_top: int = 0) -> dict[s
         "out_top_ids": torch.zeros(rows, num_top, dtype=torch.int32),
         "out_top_logprobs": torch.zeros(rows, num_top),
     }
-    kernels.sample(logits, batch, **out)
+    workspace = kernels.sampling_workspace(rows, logits.shape[1], logits.dtype, logits.device, num_top=num_top)
+    kernels.sample(logits, batch, **out, workspace=workspace)
     return out
+
+
+def on_device(batch: SamplingBatch, device: str) -> SamplingBatch:
+    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return SamplingBatch(**{name: None if t is None else t.to(device) for name, t in tensors.items()})
 
 
 def floats(*values: float) -> torch.Tensor:
@@ -53,7 +65,7 @@ def allowed_by_transformers(
     return scores.softmax(-1)[0]
 
 
-def test_greedy_takes_the_first_of_equal_logits(isa: str, dtype: torch.dtype) -> None:
+def test_greedy_takes_the_first_of_equal_logits(device: str, dtype: torch.dtype) -> None:
     logits = torch.randn(5, 4999).to(dtype)
     logits[0, 17] = logits[0, 4998] = 50
     logits[1, 4998] = 60
@@ -64,7 +76,7 @@ def test_greedy_takes_the_first_of_equal_logits(isa: str, dtype: torch.dtype) ->
     assert torch.equal(draw(logits, SamplingBatch(temperature=torch.full((5,), 9e-6)))["out_ids"], out["out_ids"])
 
 
-def test_logprobs_and_ranks_are_of_the_raw_distribution(isa: str, dtype: torch.dtype) -> None:
+def test_logprobs_and_ranks_are_of_the_raw_distribution(device: str, dtype: torch.dtype) -> None:
     logits = (torch.randn(3, 49152) * 3).to(dtype)
     batch = SamplingBatch(
         temperature=floats(2.0, 0.5, 0.0), seeds=torch.tensor([1, 2, 3]), bias_offsets=ints(0, 0, 0, 1),
@@ -82,7 +94,7 @@ def test_logprobs_and_ranks_are_of_the_raw_distribution(isa: str, dtype: torch.d
     assert torch.equal(logits.gather(1, out["out_top_ids"].long()), logits.gather(1, top.indices))
 
 
-def test_logprobs_are_clamped() -> None:
+def test_logprobs_are_clamped(device: str) -> None:
     logits = torch.full((1, 10), -math.inf)
     logits[0, 3] = 1.0
     out = draw(logits, SamplingBatch(), num_top=2)
@@ -98,9 +110,10 @@ def test_logprobs_are_clamped() -> None:
     top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.1, 0.001]),
     min_p=st.sampled_from([0.0, 0.01, 0.1, 0.5]),
     spread=st.sampled_from([0.1, 1.0, 5.0]),
+    device=st.sampled_from(["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]),
 )
 def test_draws_are_the_inverse_transform_of_transformers_distribution(
-    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, spread: float
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, spread: float, device: str
 ) -> None:
     vocab = 1000
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * spread
@@ -111,7 +124,7 @@ def test_draws_are_the_inverse_transform_of_transformers_distribution(
         top_p=torch.full((rows,), top_p), min_p=torch.full((rows,), min_p),
         seeds=torch.full((rows,), seed), positions=torch.arange(rows),
     )  # fmt: skip
-    ids = draw(logits.expand(rows, vocab).contiguous(), batch)["out_ids"]
+    ids = draw(logits.expand(rows, vocab).contiguous().to(device), on_device(batch, device))["out_ids"]
     upper = probabilities.cumsum(0)
     for position, token in enumerate(ids.tolist()):
         uniform = philox_uniform(seed, position)
@@ -136,16 +149,16 @@ def philox_uniform(seed: int, position: int) -> float:
     return (((counter[1] << 32) | counter[0]) >> 11) * 2.0**-53
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_draws_follow_the_distribution(device: str) -> None:
     rows, probabilities = 20000, np.array([0.4, 0.3, 0.15, 0.1, 0.04, 0.01])
     logits = torch.tensor(np.log(probabilities), dtype=torch.float32).expand(rows, 6).contiguous()
     batch = SamplingBatch(temperature=torch.ones(rows), seeds=torch.full((rows,), 42), positions=torch.arange(rows))
-    counts = np.bincount(draw(logits, batch)["out_ids"].numpy(), minlength=6)
+    counts = np.bincount(draw(logits, batch)["out_ids"].cpu().numpy(), minlength=6)
     chi_square = ((counts - rows * probabilities) ** 2 / (rows * probabilities)).sum()
     assert chi_square < 20.5  # 99.9th percentile with 5 degrees of freedom
 
 
-def test_a_draw_does_not_depend_on_the_batch(isa: str) -> None:
+def test_a_draw_does_not_depend_on_the_batch(device: str) -> None:
     logits = torch.randn(12, 5000) * 2
     values = {
         "temperature": torch.rand(12) + 0.2,
@@ -163,7 +176,7 @@ def test_a_draw_does_not_depend_on_the_batch(isa: str) -> None:
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.3, 2.0])
-def test_repetition_penalty_matches_transformers(penalty: float) -> None:
+def test_repetition_penalty_matches_transformers(device: str, penalty: float) -> None:
     vocab = 300
     logits = torch.randn(40, vocab) * 2
     prompt, output = torch.randint(0, vocab, (40, 60)), torch.randint(0, vocab, (40, 90))
@@ -177,7 +190,7 @@ def test_repetition_penalty_matches_transformers(penalty: float) -> None:
     assert torch.equal(draw(logits, batch)["out_ids"], expected)
 
 
-def test_presence_and_frequency_count_the_output_alone() -> None:
+def test_presence_and_frequency_count_the_output_alone(device: str) -> None:
     logits = torch.zeros(4, 8)
     logits[:, 2], logits[:, 5], logits[:, 6] = 3.0, 2.5, 2.0
     batch = SamplingBatch(
@@ -189,7 +202,7 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
     assert draw(logits, batch)["out_ids"].tolist() == [5, 5, 2, 5]
 
 
-def test_masked_ids_are_never_sampled_and_bias_is_added() -> None:
+def test_masked_ids_are_never_sampled_and_bias_is_added(device: str) -> None:
     logits = torch.zeros(64, 5)
     batch = SamplingBatch(
         temperature=torch.ones(64), seeds=torch.arange(64), masked_offsets=torch.arange(65, dtype=torch.int32) * 2,
@@ -200,7 +213,7 @@ def test_masked_ids_are_never_sampled_and_bias_is_added() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_with_nan_or_infinity_fail_alone(isa: str, dtype: torch.dtype, temperature: float) -> None:
+def test_rows_with_nan_or_infinity_fail_alone(device: str, dtype: torch.dtype, temperature: float) -> None:
     logits = torch.randn(6, 777).to(dtype)
     logits[0, 776] = math.nan
     logits[1, 3] = math.inf
@@ -212,16 +225,17 @@ def test_rows_with_nan_or_infinity_fail_alone(isa: str, dtype: torch.dtype, temp
     assert out["out_ids"][3] >= 700
 
 
-def test_masking_every_id_fails_the_row() -> None:
+def test_masking_every_id_fails_the_row(device: str) -> None:
     batch = SamplingBatch(masked_offsets=ints(0, 3), masked_ids=ints(0, 1, 2))
     assert draw(torch.zeros(1, 3), batch)["out_status"].tolist() == [1]
 
 
-def test_token_logprobs_match_float64(isa: str, dtype: torch.dtype) -> None:
+def test_token_logprobs_match_float64(device: str, dtype: torch.dtype) -> None:
     logits, ids = torch.randn(7, 3000).to(dtype), torch.randint(0, 3000, (7,))
     logprobs, ranks, status = torch.zeros(7), torch.zeros(7, dtype=torch.int32), torch.zeros(7, dtype=torch.int32)
     top_ids, top = torch.zeros(7, 4, dtype=torch.int32), torch.zeros(7, 4)
-    kernels.token_logprobs(logits, ids, logprobs, ranks, status, top_ids, top)
+    workspace = kernels.sampling_workspace(7, 3000, dtype, device, num_top=4)
+    kernels.token_logprobs(logits, ids, logprobs, ranks, status, top_ids, top, workspace=workspace)
     expected = logits.double().log_softmax(-1)
     torch.testing.assert_close(logprobs.double(), expected.gather(1, ids[:, None])[:, 0], rtol=1e-5, atol=1e-5)
     assert ranks.tolist() == (1 + (logits > logits.gather(1, ids[:, None])).sum(-1)).tolist()
@@ -230,7 +244,7 @@ def test_token_logprobs_match_float64(isa: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("parameters", "message"),
     [
         ({"top_k": torch.zeros(2)}, "top_k is float32; supported: int32"),
         ({"temperature": torch.zeros(3)}, r"temperature has shape \[3\]; expected \[num_rows=2\]"),
@@ -240,6 +254,6 @@ def test_token_logprobs_match_float64(isa: str, dtype: torch.dtype) -> None:
         ({"prompt_ids": ints(5)}, "prompt_offsets and prompt_ids go together"),
     ],
 )
-def test_bad_input_is_refused_by_name(fields: dict[str, torch.Tensor], message: str) -> None:
+def test_bad_input_is_refused_by_name(parameters: dict[str, torch.Tensor], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        draw(torch.zeros(2, 50), SamplingBatch(**fields))
+        draw(torch.zeros(2, 50), SamplingBatch(**parameters))

@@ -1,0 +1,261 @@
+#include <algorithm>
+
+#include "error.h"
+#include "pagemill/cuda_kernels.h"
+#include "rows_common.cuh"
+
+namespace pagemill::cuda {
+namespace {
+
+constexpr int kMaxThreads = 512;
+constexpr int kWarpRowThreads = 128;
+constexpr int kAnyWidthThreads = 256;
+
+__device__ __forceinline__ float sum_of_lanes(float x, int lanes) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+// Every thread of the block gets the sum.
+__device__ __forceinline__ float sum_of_block(float x, float* warp_sums) {
+  const int warp = threadIdx.x / kWarpLanes, lane = threadIdx.x % kWarpLanes;
+  x = sum_of_lanes(x, kWarpLanes);
+  if (lane == 0) warp_sums[warp] = x;
+  __syncthreads();
+  const int warps = blockDim.x / kWarpLanes;
+  return sum_of_lanes(lane < warps ? warp_sums[lane] : 0.0f, kWarpLanes);
+}
+
+__device__ __forceinline__ float norm_scale(float sum_of_squares, const RmsNormParams& p) {
+  return 1.0f / sqrtf(sum_of_squares / static_cast<float>(p.hidden) + p.epsilon);
+}
+
+template <typename X, int kCount>
+__device__ __forceinline__ Pack<X, kCount> add_packs(const Pack<X, kCount>& a, const Pack<X, kCount>& b) {
+  Floats<kCount> sum = to_floats(a);
+  const Floats<kCount> added = to_floats(b);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sum.values[i] += added.values[i];
+  return to_pack<X>(sum);
+}
+
+template <typename X, int kCount>
+__device__ __forceinline__ float sum_of_squares(const Pack<X, kCount>& pack, float sum) {
+  const Floats<kCount> floats = to_floats(pack);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sum = fmaf(floats.values[i], floats.values[i], sum);
+  return sum;
+}
+
+template <typename X, typename T, int kCount>
+__device__ __forceinline__ Pack<T, kCount> scale_pack(const Pack<X, kCount>& pack, float scale,
+                                                      const Pack<T, kCount>& weight) {
+  Floats<kCount> out = to_floats(pack);
+  const Floats<kCount> weights = to_floats(weight);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out.values[i] = out.values[i] * scale * weights.values[i];
+  return to_pack<T>(out);
+}
+
+// What one thread holds of a row: packs first, first + step, ..
+template <typename X, int kPacks>
+struct RowPart {
+  static constexpr int kCount = kPackOf<X>;
+  Pack<X, kCount> x[kPacks], added[kPacks];
+
+  __device__ __forceinline__ void load(const RmsNormParams& p, int64_t row, int first, int step, int num_packs) {
+    const X* source = static_cast<const X*>(p.x) + row * p.x_stride;
+    const X* residual = static_cast<const X*>(p.residual) + row * p.residual_stride;
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      const int i = first + j * step;
+      if (i >= num_packs) break;
+      x[j] = load_pack<kCount>(source + i * kCount);
+      if (p.residual != nullptr) added[j] = load_pack<kCount>(residual + i * kCount);
+    }
+  }
+
+  // Adds the residual and stores the sum, which is what is normalised then. Returns the sum of squares.
+  __device__ __forceinline__ float accumulate(const RmsNormParams& p, int64_t row, int first, int step, int num_packs) {
+    X* residual = static_cast<X*>(p.residual) + row * p.residual_stride;
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      const int i = first + j * step;
+      if (i >= num_packs) break;
+      if (p.residual != nullptr) {
+        // The stored, rounded value is what the next layer sees.
+        x[j] = add_packs(x[j], added[j]);
+        store_pack(residual + i * kCount, x[j]);
+      }
+      sum = sum_of_squares(x[j], sum);
+    }
+    return sum;
+  }
+};
+
+template <typename X, typename T, int kPacks>
+struct WeightPart {
+  static constexpr int kCount = kPackOf<X>;
+  // Kept in registers where there is room.
+  static constexpr bool kIsKept = kPacks <= 2;
+  Pack<T, kCount> kept[kIsKept ? kPacks : 1];
+
+  __device__ __forceinline__ void load(const RmsNormParams& p, int first, int step, int num_packs) {
+    if constexpr (kIsKept) {
+#pragma unroll
+      for (int j = 0; j < kPacks; ++j) {
+        const int i = first + j * step;
+        if (i < num_packs) kept[j] = load_pack<kCount>(static_cast<const T*>(p.weight) + i * kCount);
+      }
+    }
+  }
+  __device__ __forceinline__ void scale(const RmsNormParams& p, int64_t row, int first, int step, int num_packs,
+                                        float scale, const RowPart<X, kPacks>& part) {
+    T* out = static_cast<T*>(p.out) + row * p.out_stride;
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      const int i = first + j * step;
+      if (i >= num_packs) break;
+      if constexpr (!kIsKept) kept[0] = load_pack<kCount>(static_cast<const T*>(p.weight) + i * kCount);
+      store_pack(out + i * kCount, scale_pack(part.x[j], scale, kept[kIsKept ? j : 0]));
+    }
+  }
+};
+
+// A block takes every gridDim-th row. The next row is on its way while this one's sum is made.
+template <typename X, typename T, int kPacks>
+__global__ void __launch_bounds__(kMaxThreads) rms_norm_block_kernel(const __grid_constant__ RmsNormParams p) {
+  __shared__ float warp_sums[2][kWarpLanes];
+  const int num_packs = static_cast<int>(p.hidden / kPackOf<X>);
+  const int first = threadIdx.x, step = blockDim.x;
+  constexpr bool kReadsAhead = kPacks <= 2;
+  wait_for_previous_kernel();
+  RowPart<X, kPacks> part, next;
+  WeightPart<X, T, kPacks> weight;
+  int64_t row = blockIdx.x;
+  part.load(p, row, first, step, num_packs);
+  weight.load(p, first, step, num_packs);
+  for (int turn = 0; row < p.num_tokens; turn ^= 1) {
+    const int64_t next_row = row + gridDim.x;
+    if (kReadsAhead && next_row < p.num_tokens) next.load(p, next_row, first, step, num_packs);
+    const float sum = part.accumulate(p, row, first, step, num_packs);
+    // Two places in turn save a second barrier.
+    const float scale = norm_scale(sum_of_block(sum, warp_sums[turn]), p);
+    weight.scale(p, row, first, step, num_packs, scale, part);
+    row = next_row;
+    if constexpr (kReadsAhead) {
+      part = next;
+    } else if (row < p.num_tokens) {
+      part.load(p, row, first, step, num_packs);
+    }
+  }
+}
+
+// kLanes lanes for each row: head norms.
+template <typename X, typename T, int kLanes>
+__global__ void __launch_bounds__(kWarpRowThreads) rms_norm_lanes_kernel(const __grid_constant__ RmsNormParams p) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kWarpRowThreads / kLanes) + threadIdx.x / kLanes;
+  const int lane = threadIdx.x % kLanes;
+  // Lanes without a row take part in the shuffles.
+  const int num_packs = row < p.num_tokens ? static_cast<int>(p.hidden / kPackOf<X>) : 0;
+  wait_for_previous_kernel();
+  RowPart<X, 1> part;
+  WeightPart<X, T, 1> weight;
+  part.load(p, row, lane, kLanes, num_packs);
+  weight.load(p, lane, kLanes, num_packs);
+  const float sum = part.accumulate(p, row, lane, kLanes, num_packs);
+  weight.scale(p, row, lane, kLanes, num_packs, norm_scale(sum_of_lanes(sum, kLanes), p), part);
+}
+
+// Any width and alignment, element by element; reads a row twice.
+template <typename X, typename T>
+__global__ void __launch_bounds__(kAnyWidthThreads) rms_norm_any_kernel(const __grid_constant__ RmsNormParams p) {
+  __shared__ float warp_sums[kWarpLanes];
+  wait_for_previous_kernel();
+  const int64_t row = blockIdx.x;
+  const X* x = static_cast<const X*>(p.x) + row * p.x_stride;
+  X* residual = p.residual != nullptr ? static_cast<X*>(p.residual) + row * p.residual_stride : nullptr;
+  float sum = 0.0f;
+  for (int64_t i = threadIdx.x; i < p.hidden; i += kAnyWidthThreads) {
+    X value = x[i];
+    if (residual != nullptr) {
+      value = from_float<X>(to_float(value) + to_float(residual[i]));
+      residual[i] = value;
+    }
+    sum = fmaf(to_float(value), to_float(value), sum);
+  }
+  const float scale = norm_scale(sum_of_block(sum, warp_sums), p);
+  const X* source = residual != nullptr ? residual : x;
+  T* out = static_cast<T*>(p.out) + row * p.out_stride;
+  for (int64_t i = threadIdx.x; i < p.hidden; i += kAnyWidthThreads) {
+    out[i] = from_float<T>(to_float(source[i]) * scale * to_float(static_cast<const T*>(p.weight)[i]));
+  }
+}
+
+template <typename X, typename T>
+bool allows_packs(const RmsNormParams& p) {
+  constexpr int64_t kCount = kPackOf<X>;
+  constexpr int64_t kOutBytes = kCount * sizeof(T);
+  return p.hidden % kCount == 0 && p.x_stride % kCount == 0 && p.out_stride % kCount == 0 &&
+         (p.residual == nullptr || (p.residual_stride % kCount == 0 && is_aligned(p.residual, kAccessBytes))) &&
+         is_aligned(p.x, kAccessBytes) && is_aligned(p.out, kOutBytes) && is_aligned(p.weight, kOutBytes);
+}
+
+#ifndef ROWS_RMS_PACKS
+#define ROWS_RMS_PACKS 2
+#endif
+#ifndef ROWS_RMS_RESIDENT
+#define ROWS_RMS_RESIDENT 1024
+#endif
+// Threads of a multiprocessor that are given rows at once.
+constexpr int64_t kResidentThreads = ROWS_RMS_RESIDENT;
+
+template <typename X, typename T, int kPacks>
+int launch_block_rows(const RmsNormParams& p, int64_t num_packs, cudaStream_t stream) {
+  const DeviceLimits* limits = device_limits();
+  if (limits == nullptr) return 1;
+  const int64_t threads = divide_up<int64_t>(divide_up<int64_t>(num_packs, kPacks), kWarpLanes) * kWarpLanes;
+  const int64_t resident = limits->num_multiprocessors * std::max<int64_t>(1, kResidentThreads / threads);
+  return launch_overlapped("rms_norm", rms_norm_block_kernel<X, T, kPacks>,
+                           static_cast<unsigned>(std::min(p.num_tokens, resident)), static_cast<unsigned>(threads),
+                           stream, p);
+}
+
+template <typename X, typename T, int kLanes>
+int launch_lanes_per_row(const RmsNormParams& p, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(divide_up<int64_t>(p.num_tokens, kWarpRowThreads / kLanes));
+  return launch_overlapped("rms_norm", rms_norm_lanes_kernel<X, T, kLanes>, blocks, kWarpRowThreads, stream, p);
+}
+
+template <typename X, typename T>
+int launch_rms_norm(const RmsNormParams& p, cudaStream_t stream) {
+  const int64_t num_packs = p.hidden / kPackOf<X>;
+  if (!allows_packs<X, T>(p) || num_packs > 8 * kMaxThreads) {
+    return launch_overlapped("rms_norm", rms_norm_any_kernel<X, T>, static_cast<unsigned>(p.num_tokens),
+                             kAnyWidthThreads, stream, p);
+  }
+  if (num_packs <= kWarpLanes / 2) return launch_lanes_per_row<X, T, kWarpLanes / 2>(p, stream);
+  if (num_packs <= kWarpLanes) return launch_lanes_per_row<X, T, kWarpLanes>(p, stream);
+  if (num_packs <= ROWS_RMS_PACKS * kMaxThreads) return launch_block_rows<X, T, ROWS_RMS_PACKS>(p, num_packs, stream);
+  if (num_packs <= 4 * kMaxThreads) return launch_block_rows<X, T, 4>(p, num_packs, stream);
+  return launch_block_rows<X, T, 8>(p, num_packs, stream);
+}
+
+}  // namespace
+}  // namespace pagemill::cuda
+
+extern "C" int pagemill_cuda_rms_norm(const pagemill::RmsNormParams* params, void* stream) {
+  using namespace pagemill;
+  const RmsNormParams& p = *params;
+  if (p.num_tokens == 0 || p.hidden == 0) return 0;
+  if (p.num_tokens > INT32_MAX) {
+    return cuda::fail("rms_norm: num_tokens %lld is not supported; supported: up to %d",
+                      static_cast<long long>(p.num_tokens), INT32_MAX);
+  }
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  return cuda::with_element_type(p.dtype, [&](auto element) {
+    using T = decltype(element);
+    return p.is_wide ? cuda::launch_rms_norm<float, T>(p, cuda_stream) : cuda::launch_rms_norm<T, T>(p, cuda_stream);
+  });
+}
