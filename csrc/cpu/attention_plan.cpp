@@ -1,6 +1,6 @@
-// Cuts one step's attention into work for a GPU. Runs on the host once a step, so it allocates nothing once it has seen
-// its largest batch.
-#include "pagemill/attention_plan.h"
+// The plan of one step's attention on a GPU: checks, the list of work, and the array that goes to the device. Runs on
+// the host once a step, so it allocates nothing once it has seen its largest batch.
+#include "attention_plan_cut.h"
 
 #include <algorithm>
 #include <cstring>
@@ -12,27 +12,6 @@
 namespace pagemill {
 namespace {
 
-// A thread block with fewer tiles than it has warps leaves warps idle and makes more partial results to join.
-constexpr int64_t kMinWorkerTiles = 4;
-// One pass is chosen where it lasts at most this much longer than a perfect balance: it has nothing to join.
-constexpr double kOnePassSlack = 1.10;
-// Equal pieces of each (entry, KV head) are preferred to an exact balance where they last at most this much longer.
-constexpr double kEqualPiecesSlack = 1.06;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-struct Plan {
-  std::vector<DecodeEntry> entries;
-  std::vector<int64_t> entry_starts;  // [num_entries + 1], in tiles, over all KV heads
-  std::vector<PrefillTile> prefill;
-  std::vector<DecodeWorker> workers;
-  std::vector<int64_t> starts;  // [busy workers + 1], in tiles of the work in a row
-  int64_t num_tiles = 0;        // of all entries, for one KV head
-  int64_t num_pieces = 0;
-  int32_t piece_tiles = 0;
-  int32_t max_rows = 1;
-  int32_t version = 1;
-};
 thread_local Plan reused_plan;
 
 int check(const AttentionPlanParams& p, int32_t head_size) {
@@ -129,159 +108,9 @@ void gather_work(const AttentionPlanParams& p, Plan& plan) {
   sort_prefill_tiles(p, plan.prefill);
 }
 
-// Cuts each (entry, KV head) into pieces of piece_tiles.
-void number_pieces(Plan& plan, int32_t num_kv_heads, int64_t piece_tiles) {
-  plan.piece_tiles = static_cast<int32_t>(piece_tiles);
-  int64_t pieces = 0;
-  for (DecodeEntry& entry : plan.entries) {
-    entry.first_piece = static_cast<int32_t>(pieces);
-    pieces += ceil_div(entry.num_tiles, piece_tiles) * num_kv_heads;
-  }
-  plan.num_pieces = pieces;
-}
-
-// Position in the work: the index of the entry that holds it.
-size_t entry_at(const Plan& plan, int64_t position) {
-  return static_cast<size_t>(std::upper_bound(plan.entry_starts.begin(), plan.entry_starts.end() - 1, position) -
-                             plan.entry_starts.begin() - 1);
-}
-
-int64_t pieces_of(const DecodeEntry& entry, int64_t piece_tiles) { return ceil_div(entry.num_tiles, piece_tiles); }
-
-// Where piece `index` of all begins.
-int64_t piece_start(const Plan& plan, int64_t index) {
-  const auto after = std::upper_bound(plan.entries.begin(), plan.entries.end(), index,
-                                      [](int64_t i, const DecodeEntry& entry) { return i < entry.first_piece; });
-  const size_t e = static_cast<size_t>(after - plan.entries.begin() - 1);
-  const DecodeEntry& entry = plan.entries[e];
-  const int64_t pieces = pieces_of(entry, plan.piece_tiles), in_entry = index - entry.first_piece;
-  return plan.entry_starts[e] + in_entry / pieces * entry.num_tiles + in_entry % pieces * plan.piece_tiles;
-}
-
-// The boundary between pieces that is nearest to a position.
-int64_t nearest_boundary(const Plan& plan, int64_t position) {
-  const size_t e = entry_at(plan, position);
-  const DecodeEntry& entry = plan.entries[e];
-  const int64_t in_entry = position - plan.entry_starts[e];
-  const int64_t head_start = in_entry / entry.num_tiles * entry.num_tiles;
-  const int64_t in_head = in_entry - head_start;
-  const int64_t before = in_head / plan.piece_tiles * plan.piece_tiles;
-  const int64_t after = std::min<int64_t>(entry.num_tiles, before + plan.piece_tiles);
-  return plan.entry_starts[e] + head_start + (in_head - before <= after - in_head ? before : after);
-}
-
-void cut_at_pieces(Plan& plan, int64_t total, int64_t num_workers) {
-  plan.starts.clear();
-  if (plan.num_pieces <= num_workers) {
-    for (int64_t i = 0; i < plan.num_pieces; ++i) plan.starts.push_back(piece_start(plan, i));
-  } else {
-    for (int64_t w = 0; w < num_workers; ++w) {
-      const int64_t start = nearest_boundary(plan, total * w / num_workers);
-      if (start < total && (plan.starts.empty() || start > plan.starts.back())) plan.starts.push_back(start);
-    }
-  }
-  plan.starts.push_back(total);
-}
-
-void cut_evenly(Plan& plan, int64_t total, int64_t num_workers) {
-  const int64_t busy = std::clamp<int64_t>(total / kMinWorkerTiles, 1, num_workers);
-  plan.starts.clear();
-  for (int64_t w = 0; w <= busy; ++w) plan.starts.push_back(total * w / busy);
-}
-
-int64_t longest_range(const Plan& plan) {
-  int64_t longest = 0;
-  for (size_t w = 0; w + 1 < plan.starts.size(); ++w) longest = std::max(longest, plan.starts[w + 1] - plan.starts[w]);
-  return longest;
-}
-
-int64_t longest_entry(const Plan& plan) {
-  int64_t longest = 1;
-  for (const DecodeEntry& entry : plan.entries) longest = std::max<int64_t>(longest, entry.num_tiles);
-  return longest;
-}
-
-// Chooses where each worker's range begins; sets version and piece_tiles.
-int cut_decode(const AttentionPlanParams& p, Plan& plan) {
-  const int64_t total = plan.entry_starts.back(), num_workers = p.num_workers;
-  plan.piece_tiles = 0;
-  plan.num_pieces = 0;
-  plan.version = p.version == AttentionVersion::kV2 ? 2 : 1;
-  plan.starts.assign(1, 0);
-  if (total == 0) return 0;
-  if (p.partition_keys != 0) {
-    plan.version = 2;
-    number_pieces(plan, p.num_kv_heads, p.partition_keys / kDecodeTileKeys);
-    if (plan.num_pieces > std::numeric_limits<int32_t>::max()) {
-      return fail("partition_keys %d makes too many partitions", p.partition_keys);
-    }
-    cut_at_pieces(plan, total, num_workers);
-    return 0;
-  }
-  const double ideal = static_cast<double>(std::max(ceil_div(total, num_workers), kMinWorkerTiles));
-  const int64_t longest = longest_entry(plan);
-  if (p.version != AttentionVersion::kV2) {
-    number_pieces(plan, p.num_kv_heads, longest);
-    cut_at_pieces(plan, total, num_workers);
-    plan.piece_tiles = 0;
-    if (p.version == AttentionVersion::kV1) return 0;
-    if (static_cast<double>(longest_range(plan)) <= ideal * kOnePassSlack) return 0;
-  }
-  plan.version = 2;
-  const int64_t num_pairs = static_cast<int64_t>(plan.entries.size()) * p.num_kv_heads;
-  if (num_pairs <= num_workers) {
-    const int64_t pieces_each = std::min(num_workers / num_pairs, ceil_div(longest, kMinWorkerTiles));
-    const int64_t piece = ceil_div(longest, pieces_each);
-    if (static_cast<double>(piece) <= ideal * kEqualPiecesSlack) {
-      number_pieces(plan, p.num_kv_heads, piece);
-      cut_at_pieces(plan, total, num_workers);
-      plan.piece_tiles = 0;
-      plan.num_pieces = 0;
-      return 0;
-    }
-  }
-  plan.num_pieces = 0;
-  cut_evenly(plan, total, num_workers);
-  return 0;
-}
-
-// Which workers have a part of the (entry, KV head) that begins at `begin`.
-struct Sharers {
-  int32_t first, count;
-};
-
-Sharers sharers_of(const Plan& plan, int64_t begin, int64_t num_tiles) {
-  const auto first = std::upper_bound(plan.starts.begin(), plan.starts.end() - 1, begin) - 1;
-  const auto last = std::lower_bound(plan.starts.begin(), plan.starts.end() - 1, begin + num_tiles) - 1;
-  return {static_cast<int32_t>(first - plan.starts.begin()), static_cast<int32_t>(last - first + 1)};
-}
-
-void make_workers(const AttentionPlanParams& p, Plan& plan) {
-  plan.workers.assign(static_cast<size_t>(p.num_workers), DecodeWorker{});
-  for (size_t w = 0; w + 1 < plan.starts.size(); ++w) {
-    const int64_t start = plan.starts[w], end = plan.starts[w + 1];
-    const size_t e = entry_at(plan, start), last_e = entry_at(plan, end - 1);
-    const DecodeEntry &entry = plan.entries[e], &last_entry = plan.entries[last_e];
-    const int64_t in_entry = start - plan.entry_starts[e], in_last = end - 1 - plan.entry_starts[last_e];
-    const int64_t first_pair = start - in_entry % entry.num_tiles;
-    const int64_t last_pair = end - 1 - in_last % last_entry.num_tiles;
-    const Sharers first = sharers_of(plan, first_pair, entry.num_tiles);
-    const Sharers last = sharers_of(plan, last_pair, last_entry.num_tiles);
-    plan.workers[w] = {entry,
-                       static_cast<int32_t>(e),
-                       static_cast<int32_t>(in_entry / entry.num_tiles),
-                       static_cast<int32_t>(in_entry % entry.num_tiles),
-                       static_cast<int32_t>(end - start),
-                       first.first,
-                       first.count,
-                       last.count,
-                       0};
-  }
-}
-
 // The same for every plan without a fixed partition, so that a workspace need not grow from step to step.
 int64_t workspace_bytes(const AttentionPlanParams& p, const Plan& plan, int32_t head_size) {
-  const int64_t balanced = int64_t{2} * p.num_workers * decode_slot_floats(kDecodeTileRows, head_size);
+  const int64_t balanced = 2 * kMaxRangesPerWorker * p.num_workers * decode_slot_floats(kDecodeTileRows, head_size);
   const int64_t pieces = plan.piece_tiles != 0 ? plan.num_pieces * decode_slot_floats(plan.max_rows, head_size) : 0;
   return kDecodeCounterBytes + std::max(balanced, pieces) * static_cast<int64_t>(sizeof(float));
 }
@@ -298,7 +127,7 @@ void write_section(int32_t* plan, int64_t offset, const std::vector<T>& section)
 
 int write(const Plan& plan, int32_t* out, int64_t capacity, AttentionPlanResult* result) {
   constexpr int64_t kHeaderInts = sizeof(PlanHeader) / sizeof(int32_t);
-  const int64_t workers_offset = kHeaderInts, entries_offset = workers_offset + ints_of(plan.workers);
+  const int64_t ranges_offset = kHeaderInts, entries_offset = ranges_offset + ints_of(plan.ranges);
   const int64_t prefill_offset = entries_offset + ints_of(plan.entries);
   result->plan_ints = prefill_offset + ints_of(plan.prefill);
   if (result->plan_ints > std::numeric_limits<int32_t>::max()) return fail("the batch is too large to plan");
@@ -306,8 +135,8 @@ int write(const Plan& plan, int32_t* out, int64_t capacity, AttentionPlanResult*
   PlanHeader header{};
   header.num_entries = static_cast<int32_t>(plan.entries.size());
   header.entries_offset = static_cast<int32_t>(entries_offset);
-  header.num_workers = static_cast<int32_t>(plan.workers.size());
-  header.workers_offset = static_cast<int32_t>(workers_offset);
+  header.num_ranges = static_cast<int32_t>(plan.ranges.size());
+  header.ranges_offset = static_cast<int32_t>(ranges_offset);
   header.num_tiles = static_cast<int32_t>(std::min<int64_t>(plan.num_tiles, std::numeric_limits<int32_t>::max()));
   header.piece_tiles = plan.piece_tiles;
   header.max_rows = plan.max_rows;
@@ -315,7 +144,7 @@ int write(const Plan& plan, int32_t* out, int64_t capacity, AttentionPlanResult*
   header.num_prefill_tiles = static_cast<int32_t>(plan.prefill.size());
   header.prefill_offset = static_cast<int32_t>(prefill_offset);
   std::memcpy(out, &header, sizeof(header));
-  write_section(out, workers_offset, plan.workers);
+  write_section(out, ranges_offset, plan.ranges);
   write_section(out, entries_offset, plan.entries);
   write_section(out, prefill_offset, plan.prefill);
   return 0;
@@ -331,7 +160,6 @@ extern "C" int pagemill_plan_attention(const pagemill::AttentionPlanParams* para
   Plan& work = reused_plan;
   gather_work(*params, work);
   if (const int error = cut_decode(*params, work)) return error;
-  make_workers(*params, work);
   result->version = work.version;
   result->has_decode = !work.entries.empty();
   result->has_prefill = !work.prefill.empty();

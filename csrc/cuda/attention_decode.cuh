@@ -17,17 +17,17 @@ constexpr float kLn2 = 0.6931471805599453f;
 template <typename C>
 struct Shared {
   char* ring;
-  float* values;  // [warps][kJoinRows][head size], groups of 8 floats rotated by the row
-  float* maxima;  // [warps][kJoinRows]
-  float* sums;    // [warps][kJoinRows]
-  int32_t* is_last;
+  float* values;     // [warps][kJoinRows][head size], groups of 8 floats rotated by the row
+  float* maxima;     // [warps][kJoinRows]
+  float* sums;       // [warps][kJoinRows]
+  int32_t* message;  // from one thread to all
 
   __device__ explicit Shared(char* base) {
     ring = base;
     values = reinterpret_cast<float*>(base + C::kRingBytes);
     maxima = values + C::kJoinFloats;
     sums = maxima + C::kWarps * C::kJoinRows;
-    is_last = reinterpret_cast<int32_t*>(sums + C::kWarps * C::kJoinRows);
+    message = reinterpret_cast<int32_t*>(sums + C::kWarps * C::kJoinRows);
   }
 
   // Where 4 or 8 adjacent floats of a row begin.
@@ -91,7 +91,7 @@ struct Queries {
                                                  uint32_t (&loaded)[kSteps][4]) {
     const PagedAttentionParams& p = a.p;
     const float key_scale = C::kIs8Bit && p.key_scale != nullptr ? __ldg(p.key_scale + walk.kv_head) : 1.0f;
-    const float base_factor = C::kWidenFactor * p.scale * key_scale * (p.soft_cap == 0.0f ? kLog2E : 1.0f / p.soft_cap);
+    const float base_factor = p.scale * key_scale * (p.soft_cap == 0.0f ? kLog2E : 1.0f / p.soft_cap);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = lane / 4 + 8 * half;

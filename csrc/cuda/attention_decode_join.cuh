@@ -17,26 +17,26 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// Which thread blocks have a part of a segment's (entry, KV head), and where the parts lie in the workspace.
+// Which ranges have a part of a segment's (entry, KV head), and where the parts lie in the workspace.
 struct Parts {
   int32_t count;                    // 1: the segment is the whole
   int32_t mine;                     // number of the segment's part
   int32_t first_slot, second_slot;  // of parts 0 and 1; later ones follow at `stride`
   int32_t stride;
   int32_t owner, sharers;  // thread blocks that have parts
-  bool is_last_of_worker;  // no further part of this (entry, KV head) comes from this thread block
+  bool is_last_of_range;   // no further part of this (entry, KV head) comes from this range
 
   __device__ __forceinline__ int64_t slot(int32_t part) const {
     return part == 0 ? first_slot : second_slot + (part - 1) * stride;
   }
 };
 
-__device__ __forceinline__ Parts find_parts(const Walk& walk, const DecodeWorker& worker, int32_t self) {
+__device__ __forceinline__ Parts find_parts(const Walk& walk, const DecodeRange& range, int32_t self) {
   Parts parts;
-  // Beyond its first (entry, KV head) a worker shares only the one in which its range ends.
+  // Beyond its first (entry, KV head) a range shares only the one in which it ends.
   const bool ends_inside = walk.end + walk.left < walk.entry.num_tiles;
-  parts.sharers = walk.in_first_pair ? worker.first_sharers : ends_inside ? worker.last_sharers : 1;
-  parts.owner = walk.in_first_pair ? worker.first_owner : self;
+  parts.sharers = walk.in_first_pair ? range.first_sharers : ends_inside ? range.last_sharers : 1;
+  parts.owner = walk.in_first_pair ? range.first_owner : self;
   if (walk.piece_tiles != 0) {
     const int32_t tiles = walk.entry.num_tiles;
     parts.count = (tiles + walk.piece_tiles - 1) / walk.piece_tiles;
@@ -44,14 +44,14 @@ __device__ __forceinline__ Parts find_parts(const Walk& walk, const DecodeWorker
     parts.first_slot = walk.entry.first_piece + walk.kv_head * parts.count;
     parts.second_slot = parts.first_slot + 1;
     parts.stride = 1;
-    parts.is_last_of_worker = walk.end == tiles || walk.left == 0;
+    parts.is_last_of_range = walk.end == tiles || walk.left == 0;
   } else {
     parts.count = walk.begin == 0 && walk.end == walk.entry.num_tiles ? 1 : parts.sharers;
     parts.mine = self - parts.owner;
     parts.first_slot = 2 * parts.owner + 1;
     parts.second_slot = 2 * (parts.owner + 1);
     parts.stride = 2;
-    parts.is_last_of_worker = true;
+    parts.is_last_of_range = true;
   }
   return parts;
 }
@@ -128,8 +128,7 @@ struct OutputRow {
     const int32_t token = token_of(a, of_sequence);
     const int32_t head = walk.kv_head * a.group + of_sequence - token * a.group;
     const int64_t out_token = walk.entry.first_token + token;
-    factor = C::kIs8Bit && p.value_scale != nullptr ? C::kWidenFactor * __ldg(p.value_scale + walk.kv_head)
-                                                    : C::kWidenFactor;
+    factor = C::kIs8Bit && p.value_scale != nullptr ? __ldg(p.value_scale + walk.kv_head) : 1.0f;
     if (p.sinks != nullptr) {
       const float sink = __ldg(p.sinks + head) * kLog2E;
       const float maximum = fmaxf(total.maximum, sink);
@@ -226,24 +225,24 @@ __device__ __forceinline__ void join_parts(const Arguments& a, const Walk& walk,
   }
 }
 
-// Whether this thread block is the last of those that have parts. Makes their partial results visible to it.
-__device__ __forceinline__ bool arrive(const Parts& parts, int32_t* counters, int32_t* is_last) {
+// Whether this range is the last of those that have parts. Makes their partial results visible to it.
+__device__ __forceinline__ bool arrive(const Parts& parts, int32_t* counters, int32_t* message) {
   __syncthreads();
   if (parts.sharers == 1) return true;
   if (threadIdx.x == 0) {
     const bool last = arrive_at(counters + parts.owner) == parts.sharers - 1;
-    *is_last = last;
+    *message = last;
     if (last) counters[parts.owner] = 0;  // for the next launch
   }
   __syncthreads();
-  return *is_last != 0;
+  return *message != 0;
 }
 
 template <typename C>
-__device__ __forceinline__ void finish_segment(const Arguments& a, const Walk& walk, const DecodeWorker& worker,
-                                               int32_t max_rows, Accumulator<C>& o, Shared<C>& shared, int warp,
-                                               int lane) {
-  const Parts parts = find_parts(walk, worker, static_cast<int32_t>(blockIdx.x));
+__device__ __forceinline__ void finish_segment(const Arguments& a, const Walk& walk, const DecodeRange& range,
+                                               int32_t range_index, int32_t max_rows, Accumulator<C>& o,
+                                               Shared<C>& shared, int warp, int lane) {
+  const Parts parts = find_parts(walk, range, range_index);
   float* slot = nullptr;
   if (parts.count != 1) {
     slot = a.partials + parts.slot(parts.mine) * max_rows * (C::kHeadSize + 4);  // decode_slot_floats()
@@ -261,8 +260,8 @@ __device__ __forceinline__ void finish_segment(const Arguments& a, const Walk& w
     __syncthreads();
     join_warps<C>(a, walk, slot, max_rows, half, shared, warp, lane);
   }
-  if (parts.count == 1 || !parts.is_last_of_worker) return;
-  if (!arrive(parts, a.counters, shared.is_last)) return;
+  if (parts.count == 1 || !parts.is_last_of_range) return;
+  if (!arrive(parts, a.counters, shared.message)) return;
   for (int row = warp; row < walk.entry.num_rows; row += C::kWarps) join_parts<C>(a, walk, parts, max_rows, row, lane);
 }
 

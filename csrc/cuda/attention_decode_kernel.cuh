@@ -73,43 +73,17 @@ __device__ __forceinline__ void step(const Arguments& a, const Walk& walk, const
   ring.stage = ring.after(stages[kTiles - 1]);
 }
 
+// All segments of a range. Gives thread 0 the number of the thread block's claim of another range, where there may be
+// one. It claims as late as the answer is still in time: an early claim would fix who does what before it is known who
+// is fast.
 template <typename C>
-__device__ __forceinline__ void run_worker(const Arguments& a, char* memory) {
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  Shared<C> shared(memory);
-  Ring<C> ring(shared, warp);
-#if defined(DECODE_TIMELINE)
-  auto stamp = [&](int i) {
-    if (threadIdx.x == 0) {
-      uint64_t t;
-      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-      reinterpret_cast<uint64_t*>(a.partials + (16 << 20) / 4)[blockIdx.x * 4 + i] = t;
-    }
-  };
-  stamp(0);
-#endif
-  const PlanHeader* header = reinterpret_cast<const PlanHeader*>(a.plan);
-  const DecodeWorker worker = load_worker(a.plan, static_cast<int32_t>(blockIdx.x));
-  const int32_t piece_tiles = __ldg(&header->piece_tiles), max_rows = __ldg(&header->max_rows);
-  Feed<C> feed;
-  feed.start(a, worker, piece_tiles, warp);
-  // A block id is read one copy ahead of its use.
-  Request request = feed.prepare(a, warp);
-  wait_for_previous_kernels();
-  let_next_kernel_launch();
-  if (worker.num_tiles == 0) return;
-#if defined(DECODE_TIMELINE)
-  stamp(1);
-#endif
-#pragma unroll 1
-  for (int i = 0; i < C::kStages; ++i) {
-    const Request next = feed.prepare(a, warp);
-    ring.fill(a, request, i, lane);
-    request = next;
-  }
-
+__device__ __forceinline__ int32_t run_range(const Arguments& a, const DecodeRange& range, int32_t range_index,
+                                             int32_t num_ranges, int32_t max_rows, Ring<C>& ring, Feed<C>& feed,
+                                             Request& request, Shared<C>& shared, int warp, int lane) {
+  const bool is_dynamic = num_ranges > static_cast<int32_t>(gridDim.x);
+  int32_t claimed = 0;
   Walk walk;
-  walk.start(worker, piece_tiles);
+  walk.start(range, feed.walk.piece_tiles);
   do {
     Queries<C> queries;
     if constexpr (Queries<C>::kInShared) __syncthreads();
@@ -125,14 +99,53 @@ __device__ __forceinline__ void run_worker(const Arguments& a, char* memory) {
     for (; tile < walk.end; tile += C::kWarps) {
       step<C, 1>(a, walk, queries, tile, ring, feed, request, o, warp, lane);
     }
-#if defined(DECODE_TIMELINE)
-    stamp(2);
-#endif
-    finish_segment<C>(a, walk, worker, max_rows, o, shared, warp, lane);
-#if defined(DECODE_TIMELINE)
-    stamp(3);
-#endif
+    if (is_dynamic && walk.left == 0 && threadIdx.x == 0) claimed = atomicAdd(a.counters + kDecodeMaxRanges, 1);
+    finish_segment<C>(a, walk, range, range_index, max_rows, o, shared, warp, lane);
   } while (walk.next(a));
+  return claimed;
+}
+
+template <typename C>
+__device__ __forceinline__ void run_worker(const Arguments& a, char* memory) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  Shared<C> shared(memory);
+  const PlanHeader* header = reinterpret_cast<const PlanHeader*>(a.plan);
+  int32_t range_index = static_cast<int32_t>(blockIdx.x);
+  DecodeRange range = load_range(a.plan, range_index);
+  const int32_t piece_tiles = __ldg(&header->piece_tiles), max_rows = __ldg(&header->max_rows);
+  const int32_t num_ranges = __ldg(&header->num_ranges);
+#pragma unroll 1
+  for (bool is_first = true;; is_first = false) {
+    Feed<C> feed;
+    feed.start(a, range, piece_tiles, warp);
+    // A block id is read one copy ahead of its use.
+    Request request = feed.prepare(a, warp);
+    if (is_first) {
+      wait_for_previous_kernels();
+      let_next_kernel_launch();
+      if (range.num_tiles == 0) return;
+    }
+    Ring<C> ring(shared, warp);
+#pragma unroll 1
+    for (int i = 0; i < C::kStages; ++i) {
+      const Request next = feed.prepare(a, warp);
+      ring.fill(a, request, i, lane);
+      request = next;
+    }
+    const int32_t claimed =
+        run_range<C>(a, range, range_index, num_ranges, max_rows, ring, feed, request, shared, warp, lane);
+    if (num_ranges <= static_cast<int32_t>(gridDim.x)) return;
+    __syncthreads();  // whether the segment's result was the last has been read
+    if (threadIdx.x == 0) {
+      *shared.message = static_cast<int32_t>(gridDim.x) + claimed;
+      // Every worker claims until there is none left, so that there are as many claims as ranges.
+      if (claimed == num_ranges - 1) a.counters[kDecodeMaxRanges] = 0;  // for the next launch
+    }
+    __syncthreads();
+    range_index = *shared.message;
+    if (range_index >= num_ranges) return;
+    range = load_range(a.plan, range_index);
+  }
 }
 
 // Kernels with a deep ring are for sm_90 and later, those with a shallow one for devices before.

@@ -112,11 +112,7 @@ __device__ __forceinline__ void widen(uint32_t four, uint32_t& even, uint32_t& o
     even = __byte_perm(four, 0, 0x2404);
     odd = four & 0xff00ff00u;
   } else {
-#if defined(DECODE_ALU_WIDEN)
-    const uint32_t up = four << 8;
-    even = (up & 0x80008000u) | ((up >> 1) & 0x3f803f80u);
-    odd = (four & 0x80008000u) | ((four >> 1) & 0x3f803f80u);
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
     // Read as float16, the exponent has a bias of 15 instead of 7.
     const __half2 scale = __half2half2(__float2half(256.0f));
     const uint32_t up = four << 8;

@@ -19,11 +19,6 @@ struct Config {
   static constexpr bool kIs8Bit = kCache != Cache::k16Bit;
   // An 8-bit cache is widened to float16, which holds its numbers exactly.
   using Operand = std::conditional_t<kIs8Bit, __half, T>;
-#if defined(DECODE_ALU_WIDEN)
-  static constexpr float kWidenFactor = kCache == Cache::kE4M3 ? 256.0f : 1.0f;
-#else
-  static constexpr float kWidenFactor = 1.0f;
-#endif
 
   static constexpr int kRowBytes = kHeadSize * (kIs8Bit ? 1 : 2);
   static constexpr int kRowChunks = kRowBytes / 16;
@@ -59,8 +54,8 @@ __device__ __forceinline__ DecodeEntry load_entry(const int32_t* plan, int32_t o
   return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w, c.x, c.y, c.z, 0};
 }
 
-__device__ __forceinline__ DecodeWorker load_worker(const int32_t* plan, int32_t index) {
-  const int32_t offset = static_cast<int32_t>(sizeof(PlanHeader) / 4 + index * (sizeof(DecodeWorker) / 4));
+__device__ __forceinline__ DecodeRange load_range(const int32_t* plan, int32_t index) {
+  const int32_t offset = static_cast<int32_t>(sizeof(PlanHeader) / 4 + index * (sizeof(DecodeRange) / 4));
   const int4* rest = reinterpret_cast<const int4*>(plan + offset + sizeof(DecodeEntry) / 4);
   const int4 a = __ldg(rest), b = __ldg(rest + 1);
   return {load_entry(plan, offset), a.x, a.y, a.z, a.w, b.x, b.y, b.z, 0};
@@ -71,7 +66,7 @@ __device__ __forceinline__ int32_t token_of(const Arguments& a, int32_t row) {
   return static_cast<int32_t>((static_cast<float>(row) + 0.5f) * a.inverse_group);
 }
 
-// The segments of one worker's range, in order.
+// The segments of one range, in order.
 struct Walk {
   DecodeEntry entry;
   int32_t entry_index, kv_head;
@@ -80,12 +75,12 @@ struct Walk {
   int32_t piece_tiles;
   bool in_first_pair;
 
-  __device__ __forceinline__ void start(const DecodeWorker& worker, int32_t piece) {
-    entry = worker.entry;
-    entry_index = worker.entry_index;
-    kv_head = worker.kv_head;
-    begin = worker.tile;
-    left = worker.num_tiles;
+  __device__ __forceinline__ void start(const DecodeRange& range, int32_t piece) {
+    entry = range.entry;
+    entry_index = range.entry_index;
+    kv_head = range.kv_head;
+    begin = range.tile;
+    left = range.num_tiles;
     piece_tiles = piece;
     in_first_pair = true;
     clip();
@@ -136,10 +131,10 @@ struct Feed {
     table = a.p.block_tables + row * a.p.block_table_stride;
   }
 
-  __device__ __forceinline__ void start(const Arguments& a, const DecodeWorker& worker, int32_t piece, int32_t warp) {
-    walk.start(worker, piece);
+  __device__ __forceinline__ void start(const Arguments& a, const DecodeRange& range, int32_t piece, int32_t warp) {
+    walk.start(range, piece);
     tile = walk.begin + warp;
-    has_more = worker.num_tiles > 0;
+    has_more = range.num_tiles > 0;
     enter_entry(a);
   }
 

@@ -100,10 +100,11 @@ def make_plan(
     buffer = torch.zeros(run(torch.zeros(0, dtype=torch.int32)).plan_ints, dtype=torch.int32)
     result = run(buffer)
     ints = buffer.tolist()
-    num_entries, entries_at, planned_workers, workers_at, _, piece_tiles, _, header_version, num_prefill, prefill_at = (
+    num_entries, entries_at, num_ranges, ranges_at, _, piece_tiles, _, header_version, num_prefill, prefill_at = (
         ints[:10]
     )
-    assert (planned_workers, header_version) == (num_workers, result.version)
+    assert num_ranges >= num_workers
+    assert header_version == result.version
     assert (result.has_decode, result.has_prefill) == (num_entries > 0, num_prefill > 0)
 
     def rows(start: int, count: int, width: int) -> list[list[int]]:
@@ -114,7 +115,7 @@ def make_plan(
         workspace_bytes=result.workspace_bytes,
         piece_tiles=piece_tiles,
         entries=[Entry(*row[:11]) for row in rows(entries_at, num_entries, 12)],
-        workers=[Worker(Entry(*row[:11]), *row[12:19]) for row in rows(workers_at, num_workers, 20)],
+        workers=[Worker(Entry(*row[:11]), *row[12:19]) for row in rows(ranges_at, num_ranges, 20)],
         prefill_tiles=rows(prefill_at, num_prefill, 4),
         num_kv_heads=num_kv_heads,
     )

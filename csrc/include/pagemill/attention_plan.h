@@ -3,16 +3,17 @@
 // in a CUDA graph whose plan buffer is rewritten before each replay.
 //
 // A plan is one array of int32: PlanHeader, then the sections that it points to (offsets count int32 from the start).
-//   decode workers  [num_workers] DecodeWorker, straight after the header: what each thread block of the decode kernel
-//   does decode entries  [num_entries] DecodeEntry: at most 16 query rows of one sequence, where a row is one of the
-//   query
+//   decode ranges   [num_ranges] DecodeRange, straight after the header
+//   decode entries  [num_entries] DecodeEntry: at most 16 query rows of one sequence, where a row is one of the query
 //                   heads that share a KV head, of one new token (row = token * group + head in group)
 //   prefill tiles   [num_prefill_tiles] PrefillTile, costliest first; every query head runs each
 //
-// Decode work in a row is: for each entry, for each KV head, the entry's key tiles. A worker has a range of that row.
-// The part of its range that lies in one (entry, KV head) is a segment; where a segment is not the whole of an (entry,
-// KV head) its result is a partial one, which goes to the workspace and is joined with the others by the worker that
-// finishes last.
+// Decode work in a row is: for each entry, for each KV head, the entry's key tiles. It is cut into ranges. A worker (a
+// thread block) begins with the range of its own number and takes further ones, where there are, in the order in which
+// workers become free: multiprocessors differ in how fast they read memory. The part of a range that lies in one
+// (entry, KV head) is a segment; where a segment is not the whole of an (entry, KV head) its result is a partial one,
+// which goes to the workspace and is joined with the others by the worker that finishes last. Who does what never shows
+// in a result.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +26,7 @@ constexpr int32_t kDecodeTileRows = 16;
 constexpr int32_t kDecodeMaxRows = 64;
 constexpr int32_t kPrefillTileQueries = 128;
 constexpr int32_t kDecodeMaxWorkers = 4096;
+constexpr int32_t kDecodeMaxRanges = 16384;
 
 struct DecodeEntry {
   int32_t seq;             // row of context_lens and seq_slots
@@ -40,14 +42,14 @@ struct DecodeEntry {
   int32_t reserved;
 };
 
-struct DecodeWorker {
-  DecodeEntry entry;    // where its range begins: a copy, which saves a dependent read
+struct DecodeRange {
+  DecodeEntry entry;    // where the range begins: a copy, which saves a dependent read
   int32_t entry_index;  // of that entry
   int32_t kv_head;
   int32_t tile;       // counts from the entry's first_tile
   int32_t num_tiles;  // of the range; 0: nothing to do
-  // Workers that have a part of the range's first (entry, KV head): the first of them, and how many. Of the last one
-  // the first is this worker itself, unless it is the same as the first.
+  // Ranges that have a part of this range's first (entry, KV head): the first of them, and how many. Of the last one
+  // the first is this range itself, unless it is the same as the first.
   int32_t first_owner, first_sharers, last_sharers;
   int32_t reserved;
 };
@@ -61,8 +63,8 @@ struct PrefillTile {
 
 struct PlanHeader {
   int32_t num_entries, entries_offset;
-  int32_t num_workers, workers_offset;
-  int32_t num_tiles;  // of all entries, for one KV head
+  int32_t num_ranges, ranges_offset;  // at least as many as workers
+  int32_t num_tiles;                  // of all entries, for one KV head
   // v2 with a fixed partition: each (entry, KV head) is cut into pieces of this many tiles, each with a partial result
   // of its own, so that a result does not depend on the batch. Otherwise 0.
   int32_t piece_tiles;
@@ -73,13 +75,13 @@ struct PlanHeader {
 };
 static_assert(sizeof(PlanHeader) == 16 * sizeof(int32_t));
 static_assert(sizeof(DecodeEntry) == 12 * sizeof(int32_t));
-static_assert(sizeof(DecodeWorker) == 20 * sizeof(int32_t));
+static_assert(sizeof(DecodeRange) == 20 * sizeof(int32_t));
 
-// The workspace begins with a counter for each worker, which is 0 between launches. Partial results follow: [rows][head
-// size] weighted sums of values, then [rows] maxima in units of log2, then [rows] sums of weights, all float32, with
-// rows = max_rows. Their slots: piece numbers with a fixed partition; otherwise 2 w for the first segment of worker w
-// and 2 w + 1 for its last one, where that is another one or begins its (entry, KV head).
-constexpr int64_t kDecodeCounterBytes = int64_t{kDecodeMaxWorkers} * 4;
+// The workspace begins with a counter for each range and one for the next range to take, which are 0 between launches.
+// Partial results follow: [rows][head size] weighted sums of values, then [rows] maxima in units of log2, then [rows]
+// sums of weights, all float32, with rows = max_rows. Their slots: piece numbers with a fixed partition; otherwise 2 r
+// + 1 for range r that begins an (entry, KV head) and does not end it, 2 r for one that goes on with it.
+constexpr int64_t kDecodeCounterBytes = (int64_t{kDecodeMaxRanges} + 64) * 4;
 constexpr int64_t decode_slot_floats(int64_t rows, int64_t head_size) { return rows * (head_size + 4); }
 
 enum class AttentionVersion : int32_t { kAuto = 0, kV1 = 1, kV2 = 2 };
@@ -94,8 +96,8 @@ struct AttentionPlanParams {
   int32_t partition_keys;  // v2: 0 balances over the workers; otherwise a multiple of kDecodeTileKeys
 };
 
-// What the host must know to launch. Captured launches stay valid for any plan with the same flags and a workspace as
-// large.
+// What the host must know to launch. Captured launches stay valid for any plan with the same has_decode, has_prefill
+// and num_workers and with a workspace as large: the kernels of version 1 and 2 are one, which does what the plan says.
 struct AttentionLaunch {
   const int32_t* plan;      // device
   void* workspace;          // device, zeroed once before its first use; kernels leave it reusable
