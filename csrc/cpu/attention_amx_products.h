@@ -32,83 +32,169 @@ struct AmxProducts {
     Session& operator=(const Session&) = delete;
   };
 
+  // Of 32 rows: w.scores[row][key] = Q K^T, one (sub-block, chunk) a step, so that steps can be put between vector
+  // instructions.
   template <int kHeadSize>
-  using Shape = Bf16Shape<kHeadSize>;
+  struct ScoreSteps {
+    const typename Bf16Shape<kHeadSize>::RowGroup& g;
+    const typename Bf16Shape<kHeadSize>::KeyBlock& block;
+    typename Bf16Shape<kHeadSize>::Weights& w;
+    int sub = 0, chunk = 0;
 
-  // w.scores[row][key] = Q K^T for 32 rows.
-  template <int kHeadSize>
-  static PAGEMILL_INLINE void scores(const typename Shape<kHeadSize>::RowGroup& g,
-                                     const typename Shape<kHeadSize>::KeyBlock& block,
-                                     typename Shape<kHeadSize>::Weights& w, int, int num_subs) {
-    constexpr long kStride = kKeyBlock * 4;
-    finish_stores();
-    for (int sub = 0; sub < num_subs; ++sub) {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      for (int c = 0; c < Shape<kHeadSize>::kChunks; ++c) {
-        _tile_loadd(4, g.query[0][c], 64);
-        _tile_loadd(5, g.query[1][c], 64);
-        _tile_loadd(6, block.keys[2 * sub][c], 64);
-        _tile_loadd(7, block.keys[2 * sub + 1][c], 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
+    static constexpr int count(int num_subs) { return num_subs * Bf16Shape<kHeadSize>::kChunks; }
+
+    PAGEMILL_INLINE void step() {
+      constexpr long kStride = kKeyBlock * 4;
+      finish_stores();
+      if (chunk == 0) clear_sums();
+      const bool is_last = chunk + 1 == Bf16Shape<kHeadSize>::kChunks;
+      const int next_sub = is_last ? (sub + 1) % kSubBlocks : sub, next_chunk = is_last ? 0 : chunk + 1;
+      fetch_tile(block.keys[2 * next_sub][next_chunk]);
+      fetch_tile(block.keys[2 * next_sub + 1][next_chunk]);
+      multiply(g.query[0][chunk], g.query[1][chunk], block.keys[2 * sub][chunk], block.keys[2 * sub + 1][chunk]);
+      if (++chunk < Bf16Shape<kHeadSize>::kChunks) return;
+      chunk = 0;
       _tile_stored(0, w.scores[0] + sub * 32, kStride);
       _tile_stored(1, w.scores[0] + sub * 32 + 16, kStride);
       _tile_stored(2, w.scores[16] + sub * 32, kStride);
       _tile_stored(3, w.scores[16] + sub * 32 + 16, kStride);
+      finish_stores();
+      ++sub;
     }
-    finish_stores();
-  }
+  };
 
-  // g.out[row][dim] += P V
+  // Of 32 rows: g.out[row][dim] += P V, one (chunk, sub-block) a step.
   template <int kHeadSize>
-  static PAGEMILL_INLINE void values(typename Shape<kHeadSize>::RowGroup& g,
-                                     const typename Shape<kHeadSize>::KeyBlock& block,
-                                     const typename Shape<kHeadSize>::Weights& w, int, int num_subs) {
-    constexpr long kStride = Shape<kHeadSize>::kPaddedSize * 4;
-    finish_stores();
-    for (int c = 0; c < Shape<kHeadSize>::kChunks; ++c) {
-      float* top = g.out[0] + c * 32;
-      float* bottom = g.out[16] + c * 32;
-      if (g.started) {
-        _tile_loadd(0, top, kStride);
-        _tile_loadd(1, top + 16, kStride);
-        _tile_loadd(2, bottom, kStride);
-        _tile_loadd(3, bottom + 16, kStride);
-      } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+  struct ValueSteps {
+    typename Bf16Shape<kHeadSize>::RowGroup& g;
+    const typename Bf16Shape<kHeadSize>::KeyBlock& block;
+    const typename Bf16Shape<kHeadSize>::Weights& w;
+    const int num_subs;
+    int sub = 0, chunk = 0;
+
+    static constexpr int count(int num_subs) { return num_subs * Bf16Shape<kHeadSize>::kChunks; }
+
+    PAGEMILL_INLINE void step() {
+      constexpr long kStride = Bf16Shape<kHeadSize>::kPaddedSize * 4;
+      float* top = g.out[0] + chunk * 32;
+      float* bottom = g.out[16] + chunk * 32;
+      finish_stores();
+      if (sub == 0) {
+        if (g.started) {
+          _tile_loadd(0, top, kStride);
+          _tile_loadd(1, top + 16, kStride);
+          _tile_loadd(2, bottom, kStride);
+          _tile_loadd(3, bottom + 16, kStride);
+        } else {
+          clear_sums();
+        }
       }
-      for (int sub = 0; sub < num_subs; ++sub) {
-        _tile_loadd(4, w.weights[0][sub], 64);
-        _tile_loadd(5, w.weights[1][sub], 64);
-        _tile_loadd(6, block.values[sub][2 * c], 64);
-        _tile_loadd(7, block.values[sub][2 * c + 1], 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
+      const bool is_last = sub + 1 == num_subs;
+      const int next_sub = is_last ? 0 : sub + 1;
+      const int next_chunk = is_last ? (chunk + 1) % Bf16Shape<kHeadSize>::kChunks : chunk;
+      fetch_tile(block.values[next_sub][2 * next_chunk]);
+      fetch_tile(block.values[next_sub][2 * next_chunk + 1]);
+      multiply(w.weights[0][sub], w.weights[1][sub], block.values[sub][2 * chunk], block.values[sub][2 * chunk + 1]);
+      if (++sub < num_subs) return;
+      sub = 0;
       _tile_stored(0, top, kStride);
       _tile_stored(1, top + 16, kStride);
       _tile_stored(2, bottom, kStride);
       _tile_stored(3, bottom + 16, kStride);
+      finish_stores();
+      ++chunk;
     }
-    finish_stores();
+  };
+
+  // A block's tiles have room in the second cache alone.
+  static PAGEMILL_INLINE void fetch_tile(const uint16_t (*tile)[32]) {
+    for (int i = 0; i < 16; ++i) _mm_prefetch(reinterpret_cast<const char*>(tile[i]), _MM_HINT_T0);
+  }
+
+  static PAGEMILL_INLINE void clear_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+
+  static PAGEMILL_INLINE void multiply(const void* top, const void* bottom, const void* left, const void* right) {
+    _tile_loadd(4, top, 64);
+    _tile_loadd(6, left, 64);
+    _tile_loadd(7, right, 64);
+    _tile_loadd(5, bottom, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+
+  // Weights of the rows [first, last) of a group, and spread between them the steps of another group's products: tiles
+  // and vector units work at the same time.
+  template <typename Tile, typename Steps>
+  static PAGEMILL_INLINE void weigh_rows(Tile& tile, int group, int first, int last, int32_t first_key,
+                                         typename Tile::Weights& w, Steps* steps, int num_steps) {
+    constexpr int kHalf = 16;
+    int done = 0;
+    for (int row = first; row < last; ++row) {
+      for (const int due = num_steps * (row - first + 1) / kHalf; done < due; ++done) steps->step();
+      tile.weigh_row(group, row, first_key, w);
+    }
+    for (; done < num_steps; ++done) steps->step();
+  }
+
+  // All groups of a task over one block. While a group's first rows are weighed, the next one's scores are made; while
+  // its last rows are, the values of the one before are added.
+  template <typename Tile>
+  static PAGEMILL_INLINE void run_groups(Tile& tile, const typename Tile::BlockKeys& keys) {
+    using Scores = ScoreSteps<Tile::kSize>;
+    using Values = ValueSteps<Tile::kSize>;
+    int groups[kMaxGroups], subs[kMaxGroups], count = 0;
+    for (int i = 0; i < tile.num_groups; ++i) {
+      subs[count] = tile.subs_of(i, keys);
+      groups[count] = i;
+      count += subs[count] > 0;
+    }
+    auto& s = tile.s;
+    const auto add_values = [&](int n, auto body) {
+      auto& g = s.groups[groups[n]];
+      Values steps{g, s.block, s.weights[n % 2], subs[n]};
+      body(&steps, Values::count(subs[n]));
+      g.started = true;
+    };
+    for (int n = 0; n <= count; ++n) {
+      // Scores of group n beside the first weights of group n - 1, then values of n - 2 beside the last ones.
+      const int weighed = n > 0 ? groups[n - 1] : 0;
+      const int rows = n > 0 ? tile.rows_of(weighed) : 0;
+      const int half = rows < 16 ? rows : 16;
+      auto& w = s.weights[(n + 1) % 2];
+      if (n < count) {
+        Scores steps{s.groups[groups[n]], s.block, s.weights[n % 2]};
+        // The weights of group n - 2, in the same memory, are still to be used; its scores are not.
+        weigh_rows(tile, weighed, 0, half, keys.first, w, &steps, Scores::count(subs[n]));
+      } else {
+        weigh_rows(tile, weighed, 0, half, keys.first, w, static_cast<Scores*>(nullptr), 0);
+      }
+      if (n >= 2) {
+        add_values(n - 2, [&](Values* steps, int num_steps) {
+          weigh_rows(tile, weighed, half, rows, keys.first, w, steps, num_steps);
+        });
+      } else {
+        weigh_rows(tile, weighed, half, rows, keys.first, w, static_cast<Values*>(nullptr), 0);
+      }
+    }
+    if (count > 0) {
+      add_values(count - 1, [](Values* steps, int num_steps) {
+        for (int i = 0; i < num_steps; ++i) steps->step();
+      });
+    }
   }
 
   // Few rows leave most of a tile empty, so the keys come first and are read where they lie: S^T = K Q^T. Q^T in pairs
   // takes the place of the second query tile.
   template <int kHeadSize>
-  static void prepare_few_rows(typename Shape<kHeadSize>::RowGroup& g) {
-    for (int c = 0; c < Shape<kHeadSize>::kChunks; ++c) {
+  static void prepare_few_rows(typename Bf16Shape<kHeadSize>::RowGroup& g) {
+    for (int c = 0; c < Bf16Shape<kHeadSize>::kChunks; ++c) {
       __m512i r[16];
       for (int i = 0; i < 16; ++i) r[i] = _mm512_load_si512(g.query[0][c][i]);
       transpose_16x16(r);
@@ -136,7 +222,7 @@ struct AmxProducts {
       finish_stores();
       for (int i = 0; i < count; ++i) {
         for (int row = 0; row < tile.task.num_rows; row += 4) {
-          transpose_quad(scores[i][0] + row, tile.s.weights.scores[row] + (first + i) * 16);
+          transpose_quad(scores[i][0] + row, tile.s.weights[0].scores[row] + (first + i) * 16);
         }
       }
     }
@@ -208,7 +294,7 @@ struct AmxProducts {
       for (int sub = 0; sub < num_subs; ++sub) {
         const auto* tiles = tile.s.block.values[sub] + pair % 2 * 4;
         const auto* second = has_second ? tiles + 2 : tiles;
-        _tile_loadd(4, tile.s.weights.weights[0][sub], 64);
+        _tile_loadd(4, tile.s.weights[0].weights[0][sub], 64);
         _tile_loadd(5, tiles[0], 64);
         _tile_loadd(6, tiles[1], 64);
         _tile_loadd(7, second[0], 64);

@@ -109,7 +109,7 @@ template <int kHeadSize>
 struct Bf16Scratch {
   using Shape = Bf16Shape<kHeadSize>;
   typename Shape::KeyBlock block;
-  typename Shape::Weights weights;
+  typename Shape::Weights weights[2];  // the second for products that work on two groups at a time
   alignas(64) float total_max[kMaxGroups * kGroupRows];
   alignas(64) float total_sum[kMaxGroups * kGroupRows];
   alignas(64) uint16_t zeros[Shape::kPaddedSize];
@@ -134,6 +134,7 @@ struct Bf16AttentionTile {
   using Scratch = Bf16Scratch<kHeadSize>;
   using RowGroup = typename Shape::RowGroup;
   using Weights = typename Shape::Weights;
+  static constexpr int kSize = kHeadSize;
   static constexpr int kChunks = Shape::kChunks;
   static constexpr int kPaddedSize = Shape::kPaddedSize;
 
@@ -354,7 +355,7 @@ struct Bf16AttentionTile {
     Rows value_rows[kKeyTiles];
     for (int i = 0; i < 2 * keys.num_subs(); ++i) row_addresses(keys, pages.values, i * 16, value_rows[i]);
     Products::score_few_rows(*this, keys, value_rows, range_end);
-    for (int row = 0; row < task.num_rows; ++row) weigh_row(0, row, keys.first, s.weights);
+    for (int row = 0; row < task.num_rows; ++row) weigh_row(0, row, keys.first, s.weights[0]);
     Products::values_of_few_rows(*this, keys, value_rows, range_end);
     s.groups[0].started = true;
   }
@@ -372,15 +373,7 @@ struct Bf16AttentionTile {
         prepare_values(keys, tile);
       }
     }
-    for (int i = 0; i < num_groups; ++i) {
-      const int subs = subs_of(i, keys);
-      if (subs == 0) continue;
-      const int rows = rows_of(i);
-      Products::template scores<kHeadSize>(s.groups[i], s.block, s.weights, rows, subs);
-      for (int row = 0; row < rows; ++row) weigh_row(i, row, keys.first, s.weights);
-      Products::template values<kHeadSize>(s.groups[i], s.block, s.weights, rows, subs);
-      s.groups[i].started = true;
-    }
+    Products::run_groups(*this, keys);
   }
 
   void run_partition(int32_t partition, KeyRange range) {

@@ -41,6 +41,21 @@ struct DotProducts {
     }
   }
 
+  // All groups of a task over one block.
+  template <typename Tile>
+  static PAGEMILL_INLINE void run_groups(Tile& tile, const typename Tile::BlockKeys& keys) {
+    auto& s = tile.s;
+    for (int i = 0; i < tile.num_groups; ++i) {
+      const int subs = tile.subs_of(i, keys);
+      if (subs == 0) continue;
+      const int rows = tile.rows_of(i);
+      scores<Tile::kSize>(s.groups[i], s.block, s.weights[0], rows, subs);
+      for (int row = 0; row < rows; ++row) tile.weigh_row(i, row, keys.first, s.weights[0]);
+      values<Tile::kSize>(s.groups[i], s.block, s.weights[0], rows, subs);
+      s.groups[i].started = true;
+    }
+  }
+
   template <int kHeadSize>
   static PAGEMILL_INLINE void scores(const typename Shape<kHeadSize>::RowGroup& g,
                                      const typename Shape<kHeadSize>::KeyBlock& block,
