@@ -71,121 +71,132 @@ __device__ inline void write_rows(const PagedAttentionParams& p, const Item& ite
 }
 
 // One warp's part of an item: its rows, their running softmax and outputs.
-template <typename Tile, typename T>
-struct WarpRows {
+template <typename Tile, typename T, bool kIs8Bit>
+class WarpRows {
+ public:
+  __device__ WarpRows(const PagedAttentionParams& p, const Item& item, uint8_t* query_rows, int warp_row)
+      : params_(p),
+        item_(item),
+        query_(shared_address(query_rows)),
+        first_position_(item.first_position + warp_row),
+        last_position_(item.first_position + min(warp_row + Tile::kWarpRows, item.num_queries) - 1) {
+    query_.start_load(p, item, warp_row);
+    state_.clear();
+    const float scale = p.scale * key_scale();
+    is_linear_ = p.soft_cap == 0.0f && p.alibi_slopes == nullptr && scale > 0.0f;
+    multiplier_ = is_linear_ ? scale * kLog2E : 1.0f;
+  }
+
+  // Takes a tile of keys and values into the sums.
+  __device__ void fold(uint32_t keys, uint32_t values, int first_key) {
+    if (!sees_any(first_key)) return;
+    // The first tile moves the references in any case.
+    if (first_key > item_.begin_key && sees_all(first_key) && fold_as_it_is(keys, values)) return;
+    fold_carefully(keys, values, first_key);
+  }
+
+  __device__ void write(int warp_row, uint8_t* staging) const {
+    const float value_scale = kIs8Bit && params_.value_scale != nullptr ? params_.value_scale[item_.kv_head] : 1.0f;
+    if (first_position_ <= last_position_) {
+      write_rows<Tile, T>(params_, item_, warp_row, value_scale, state_, out_, staging);
+    }
+  }
+
+ private:
   using Scores = float[Tile::kRowTiles][Tile::kColumnTiles][4];
 
-  const WarpQuery<Tile, T>& query;
-  const LogitRule rule;
-  const float multiplier;
-  const int32_t first_position, last_position;  // the last is before the first where the warp has no rows
-  RowState<Tile::kRowTiles> state;
-  float out[Tile::kRowTiles][Tile::kOutTiles][4] = {};
-
-  __device__ WarpRows(const WarpQuery<Tile, T>& warp_query, const LogitRule& logit_rule, const Item& item, int warp_row)
-      : query(warp_query),
-        rule(logit_rule),
-        multiplier(logit_rule.multiplier()),
-        first_position(item.first_position + warp_row),
-        last_position(item.first_position + min(warp_row + Tile::kWarpRows, item.num_queries) - 1) {
-    state.clear();
+  __device__ float key_scale() const {
+    return kIs8Bit && params_.key_scale != nullptr ? params_.key_scale[item_.kv_head] : 1.0f;
   }
 
-  // Whether any row sees any key of a step.
-  __device__ bool see(int first_key) const {
-    return first_position <= last_position && first_key <= last_position &&
-           (rule.window < 0 || first_key + Tile::kStepKeys > first_position - rule.window + 1);
+  // Whether any row sees any key of the tile; false where the warp has no rows.
+  __device__ bool sees_any(int first_key) const {
+    const int window = params_.window;
+    return first_position_ <= last_position_ && first_key <= last_position_ &&
+           (window < 0 || first_key + Tile::kKeys > first_position_ - window + 1);
   }
 
-  // Products become logits, up to the multiplier; those of keys that a row does not see become -inf.
-  __device__ void make_logits(Scores& scores, int first_key) const {
-    if (!rule.is_linear()) apply_rule(scores, rule, first_position, first_key);
-    const bool is_cut = first_key + Tile::kStepKeys > first_position + 1 ||
-                        (rule.window >= 0 && first_key <= last_position - rule.window);
-    if (is_cut) hide_unseen(scores, rule.window, first_position, first_key);
+  // Whether every row sees every key.
+  __device__ bool sees_all(int first_key) const {
+    return first_key + Tile::kKeys <= first_position_ + 1 &&
+           (params_.window < 0 || first_key > last_position_ - params_.window);
   }
 
-  // Takes a step into the sums; `scores` are logits.
-  __device__ void fold(Scores& scores, uint32_t values) {
-    float factors[Tile::kRowTiles][2];
-    const bool moves = move_references(scores, multiplier, state, factors);
-    weigh(scores, multiplier, state);
+  // For tiles that every row sees whole: with the references as they are, and without a look at the largest score.
+  // False, and nothing done, where a reference would have to move: seldom, after the first tiles.
+  __device__ bool fold_as_it_is(uint32_t keys, uint32_t values) {
+    if (!is_linear_) return false;
+    Scores scores;
+    score_tile<Tile, T>(query_, keys, scores);
+    float sums[Tile::kRowTiles][2];
+    weigh(scores, multiplier_, state_.reference, sums);
+    if (!__all_sync(0xffffffffu, state_.keeps_references(sums))) return false;
+    state_.add(sums);
     Weights<Tile> weights;
     pack_weights<Tile, T>(scores, weights);
-    if (__any_sync(0xffffffffu, moves)) scale_rows(factors, out);
-    add_values<Tile, T>(weights, values, out);
+    add_values<Tile, T>(weights, values, out_);
+    return true;
   }
 
-  // A tile of which every row sees every key, in steps: the products of one step with its keys keep the tensor cores
-  // busy while the exponentials of the step before are taken.
-  __device__ void fold_whole_tile(uint32_t keys, uint32_t values) {
-    constexpr int kNumSteps = Tile::kKeys / Tile::kStepKeys, kStepBytes = Tile::kStepKeys * Tile::kRowBytes;
-    Scores scores[2];
-    score_tile<Tile, T>(query, keys, scores[0]);
+  __device__ void fold_carefully(uint32_t keys, uint32_t values, int first_key) {
+    Scores scores;
+    score_tile<Tile, T>(query_, keys, scores);
+    if (!is_linear_) {
+      const float slope = params_.alibi_slopes != nullptr ? params_.alibi_slopes[item_.head] : 0.0f;
+      const LogitRule rule{params_.scale * key_scale(), params_.soft_cap, slope};
+      apply_rule(scores, rule, first_position_, first_key);
+    }
+    if (!sees_all(first_key)) hide_unseen(scores, params_.window, first_position_, first_key);
+    float factors[Tile::kRowTiles][2], references[Tile::kRowTiles][2], sums[Tile::kRowTiles][2];
+    const bool moves = move_references(scores, multiplier_, state_, factors);
 #pragma unroll
-    for (int step = 0; step < kNumSteps; ++step) {
-      if (Tile::kOverlaps && step + 1 < kNumSteps) {
-        score_tile<Tile, T>(query, keys + (step + 1) * kStepBytes, scores[(step + 1) & 1]);
-      }
-      fold(scores[step & 1], values + step * kStepBytes);
-      if (!Tile::kOverlaps && step + 1 < kNumSteps) {
-        score_tile<Tile, T>(query, keys + (step + 1) * kStepBytes, scores[(step + 1) & 1]);
+    for (int r = 0; r < Tile::kRowTiles; ++r) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // A row that has seen no key yet: all its weights are 0.
+        const float reference = state_.reference[r][half];
+        references[r][half] = reference == -INFINITY ? 0.0f : reference;
       }
     }
+    weigh(scores, multiplier_, references, sums);
+    state_.add(sums);
+    Weights<Tile> weights;
+    pack_weights<Tile, T>(scores, weights);
+    if (__any_sync(0xffffffffu, moves)) scale_rows(factors, out_);
+    add_values<Tile, T>(weights, values, out_);
   }
 
-  // Any other tile.
-  __device__ void fold_tile(uint32_t keys, uint32_t values, int first_key) {
-    constexpr int kStepBytes = Tile::kStepKeys * Tile::kRowBytes;
-#pragma unroll 1
-    for (int step = 0; step < Tile::kKeys / Tile::kStepKeys; ++step, first_key += Tile::kStepKeys) {
-      if (!see(first_key)) continue;
-      Scores scores;
-      score_tile<Tile, T>(query, keys + step * kStepBytes, scores);
-      make_logits(scores, first_key);
-      fold(scores, values + step * kStepBytes);
-    }
-  }
-
-  __device__ bool see_all(int first_key) const {
-    return rule.is_linear() && first_position <= last_position && first_key + Tile::kKeys <= first_position + 1 &&
-           (rule.window < 0 || first_key > last_position - rule.window);
-  }
+  const PagedAttentionParams& params_;
+  const Item& item_;
+  WarpQuery<Tile, T> query_;
+  const int32_t first_position_, last_position_;  // the last is before the first where the warp has no rows
+  bool is_linear_;    // logits are products times a positive factor, which the exponent's multiplication takes in
+  float multiplier_;  // that factor, in powers of two
+  RowState<Tile::kRowTiles> state_;
+  float out_[Tile::kRowTiles][Tile::kOutTiles][4] = {};
 };
 
 template <typename Tile, typename T, bool kIs8Bit>
 __device__ inline void attend(const PagedAttentionParams& p, const Item& item, int32_t first_page, uint8_t* shared) {
   const int warp_row = (threadIdx.x >> 5) * Tile::kWarpRows;
   uint8_t* const query_rows = shared + warp_row * Tile::kRowBytes;
-  WarpQuery<Tile, T> query(shared_address(query_rows));
   TileStream<Tile, T, kIs8Bit> stream(p, item, shared + Tile::kQueryBytes);
-  query.start_load(p, item, warp_row);
   stream.open(first_page);
-  const float key_scale = kIs8Bit && p.key_scale != nullptr ? p.key_scale[item.kv_head] : 1.0f;
-  const LogitRule rule{p.scale * key_scale, p.soft_cap, p.alibi_slopes != nullptr ? p.alibi_slopes[item.head] : 0.0f,
-                       p.window};
-  WarpRows<Tile, T> rows(query, rule, item, warp_row);
+  WarpRows<Tile, T, kIs8Bit> rows(p, item, query_rows, warp_row);
+  commit_copies();
   for (int first_key = item.begin_key; first_key < item.end_key; first_key += Tile::kKeys) {
     uint32_t keys, values;
-    stream.advance(keys, values);
-    if (rows.see_all(first_key)) {
-      rows.fold_whole_tile(keys, values);
-    } else {
-      rows.fold_tile(keys, values, first_key);
-    }
+    stream.advance(first_key, keys, values);
+    rows.fold(keys, values, first_key);
   }
-  if (warp_row < item.num_queries) {
-    const float value_scale = kIs8Bit && p.value_scale != nullptr ? p.value_scale[item.kv_head] : 1.0f;
-    write_rows<Tile, T>(p, item, warp_row, value_scale, rows.state, rows.out, query_rows);
-  }
+  rows.write(warp_row, query_rows);
 }
 
 // Items in the plan's order, costliest first; every second turn runs backwards over the blocks, so that the block with
 // the costliest item of one turn gets the cheapest of the next. The first warp, whose rows see the fewest keys, looks
 // the next item up while the others finish.
 template <typename Tile, typename T, bool kIs8Bit>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
-    prefill_mma_kernel(const __grid_constant__ PagedAttentionParams p, const int32_t* __restrict__ plan) {
+__device__ inline void run_items(const PagedAttentionParams& p, const int32_t* plan) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ Item items[2];
   __shared__ int32_t first_pages[2][32];
@@ -203,6 +214,18 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
     attend<Tile, T, kIs8Bit>(p, items[place], first_pages[place][threadIdx.x & 31], shared);
     next = (turn + 1) * gridDim.x + (place == 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   }
+}
+
+template <typename Tile, typename T, bool kIs8Bit>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kMinBlocks)
+    prefill_mma_kernel(const __grid_constant__ PagedAttentionParams p, const int32_t* __restrict__ plan) {
+#if defined(__CUDA_ARCH__)
+  if constexpr ((static_cast<int>(chip_of(__CUDA_ARCH__ / 10)) & Tile::kChips) != 0) {
+    run_items<Tile, T, kIs8Bit>(p, plan);
+  } else {
+    __trap();
+  }
+#endif
 }
 
 }  // namespace pagemill::cuda::mma

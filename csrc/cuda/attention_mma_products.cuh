@@ -35,12 +35,18 @@ struct WarpQuery {
       }
     } else {
       using Layout = RowLayout<Tile::kHeadSize>;
+      const T* const first = query + int64_t{item.first_token + warp_row} * p.query_token_stride;
+      const int num_rows = item.num_queries - warp_row;
 #pragma unroll
       for (int i = 0; i < Tile::kWarpRows * Layout::kChunks / 32; ++i) {
-        const int index = lane_id + i * 32, row = index / Layout::kChunks, chunk = index % Layout::kChunks;
-        const bool is_present = warp_row + row < item.num_queries;
-        const T* source = query + int64_t{item.first_token + (is_present ? warp_row + row : 0)} * p.query_token_stride;
-        copy_16_async(address + Layout::offset(row, chunk), source + chunk * 8, is_present ? 16 : 0);
+        // Where a row has 8 or 16 chunks the pointers advance by equal steps. Nothing is read from a row that is not
+        // there.
+        const uint32_t index = lane_id + i * 32, row = index / Layout::kChunks, chunk = index % Layout::kChunks;
+        const int64_t offset = 32 % Layout::kChunks == 0 ? lane_id / Layout::kChunks * p.query_token_stride +
+                                                               i * (32 / Layout::kChunks * p.query_token_stride)
+                                                         : row * p.query_token_stride;
+        copy_16_async(address + Layout::offset(row, chunk), first + offset + chunk * 8,
+                      static_cast<int>(row) < num_rows ? 16 : 0);
       }
     }
   }
@@ -69,7 +75,7 @@ __device__ inline void score_tile(const WarpQuery<Tile, T>& query, uint32_t keys
     uint32_t a[Tile::kRowTiles][4];
     query.load_step(step, a);
 #pragma unroll
-    for (int n = 0; n < Tile::kStepKeys / 16; ++n) {
+    for (int n = 0; n < Tile::kKeys / 16; ++n) {
       uint32_t b[4];
       load_matrices(b, key_lane.at(n, step));
 #pragma unroll
@@ -88,13 +94,13 @@ __device__ inline void score_tile(const WarpQuery<Tile, T>& query, uint32_t keys
 
 // Weights as the left operand of a product, 16 keys to each.
 template <typename Tile>
-using Weights = uint32_t[Tile::kStepKeys / 16][Tile::kRowTiles][4];
+using Weights = uint32_t[Tile::kKeys / 16][Tile::kRowTiles][4];
 
 template <typename Tile, typename T>
 __device__ inline void pack_weights(const float (&scores)[Tile::kRowTiles][Tile::kColumnTiles][4],
                                     Weights<Tile>& weights) {
 #pragma unroll
-  for (int k = 0; k < Tile::kStepKeys / 16; ++k) {
+  for (int k = 0; k < Tile::kKeys / 16; ++k) {
 #pragma unroll
     for (int r = 0; r < Tile::kRowTiles; ++r) {
 #pragma unroll
@@ -113,7 +119,7 @@ __device__ inline void add_values(const Weights<Tile>& weights, uint32_t values,
   const int lane = threadIdx.x & 31;
   const LaneAddress<Tile::kHeadSize> value_lane(values, lane & 15, lane >> 4);
 #pragma unroll
-  for (int k = 0; k < Tile::kStepKeys / 16; ++k) {
+  for (int k = 0; k < Tile::kKeys / 16; ++k) {
 #pragma unroll
     for (int step = 0; step < Tile::kSteps; ++step) {
       uint32_t b[4];

@@ -14,17 +14,13 @@ constexpr float kLn2 = 0.6931471805599453f;
 // The largest score (in powers of two) rises by more than this before the sums are scaled down to it: weights reach
 // 2^8 then, which every 16-bit type holds, and a common factor of all weights cancels. Each row decides by its own
 // scores, so that a row's result does not depend on its neighbours.
-constexpr float kMaxRise = 8.0f;
+constexpr float kMaxRise = 8.0f, kMaxWeight = 256.0f;
 
-// How a product of a query and a key becomes a logit, in powers of two.
+// How a product of a query and a key becomes a logit.
 struct LogitRule {
   float scale;     // of the product
   float soft_cap;  // 0: none
   float slope;     // of ALiBi; 0: none
-  int32_t window;  // keys that a row sees, itself included; -1: all
-  // Logits are products times a positive factor, which the exponent's multiplication takes in.
-  __device__ bool is_linear() const { return soft_cap == 0.0f && slope == 0.0f && scale > 0.0f; }
-  __device__ float multiplier() const { return is_linear() ? scale * kLog2E : 1.0f; }
 };
 
 // 1 - 2 / (e^2x + 1): the error is of the order of float's, unlike that of the tanh instruction.
@@ -78,6 +74,26 @@ __device__ inline void hide_unseen(float (&scores)[kRowTiles][kColumnTiles][4], 
 
 template <int kRowTiles>
 struct RowState {
+  // Whether weights relative to the references as they are sum up to so little that none is above 2^kMaxRise. A row
+  // that has seen no key gives inf or NaN here.
+  __device__ static bool keeps_references(const float (&sums)[kRowTiles][2]) {
+    bool keeps = true;
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) keeps = keeps && sums[r][half] <= kMaxWeight;
+    }
+    return keeps;
+  }
+
+  __device__ void add(const float (&sums)[kRowTiles][2]) {
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) sum[r][half] += sums[r][half];
+    }
+  }
+
   float reference[kRowTiles][2];  // what the exponents are relative to, in powers of two; -inf before the first key
   float sum[kRowTiles][2];        // of the weights of this lane's columns
 
@@ -131,23 +147,22 @@ __device__ inline void scale_rows(const float (&factors)[kRowTiles][2], float (&
   }
 }
 
-// Scores become weights. Where a row has seen no key its reference counts as 0: all its weights are 0 then.
+// Scores become weights: powers of two of score * multiplier - reference. Their sums go to `sums`.
 template <int kRowTiles, int kColumnTiles>
 __device__ inline void weigh(float (&scores)[kRowTiles][kColumnTiles][4], float multiplier,
-                             RowState<kRowTiles>& state) {
+                             const float (&references)[kRowTiles][2], float (&sums)[kRowTiles][2]) {
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float reference = state.reference[r][half];
-      const float offset = reference == -INFINITY ? 0.0f : -reference;
+      sums[r][half] = 0.0f;
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& score = scores[r][n][half * 2 + c];
-          score = exp2_approx(fmaf(score, multiplier, offset));
-          state.sum[r][half] += score;
+          score = exp2_approx(fmaf(score, multiplier, -references[r][half]));
+          sums[r][half] += score;
         }
       }
     }

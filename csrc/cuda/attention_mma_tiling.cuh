@@ -6,33 +6,41 @@
 
 namespace pagemill::cuda::mma {
 
-// How a block is cut, and what lies in its shared memory: queries, and kStages tiles of keys and of values; or, of an
-// 8-bit cache, one of each and one of each as the cache has it. With two row tiles to a warp a fragment of keys feeds
-// twice the products, which the bandwidth of shared memory asks for; above head size 128 the accumulators leave room
-// for one only, and queries stay in registers. A tile is folded kStepKeys at a time: what is live at once must fit into
-// registers.
-template <int kHeadSize_, int kWarps_, int kRowTiles_, int kKeys_, int kStepKeys_, int kStages_, int kMinBlocks_,
-          bool kOverlaps_>
+// By shared memory of a multiprocessor: 228 KB from sm_90 on, 164 KB of sm_80 and 87, 100 KB of the others.
+enum class Chip : int { kLarge = 1, kMedium = 2, kSmall = 4 };
+constexpr int kEveryChip = 7;
+
+// architecture: 90 for sm_90.
+__host__ __device__ constexpr Chip chip_of(int architecture) {
+  if (architecture >= 90) return Chip::kLarge;
+  return architecture == 80 || architecture == 87 ? Chip::kMedium : Chip::kSmall;
+}
+
+// How a block is cut, and what lies in its shared memory: queries, and two tiles of keys and of values; or, of an 8-bit
+// cache, one of each and one of each as the cache has it. With two row tiles to a warp a fragment of keys feeds twice
+// the products, which the bandwidth of shared memory asks for; above head size 128 the accumulators leave room for one
+// only, and queries stay in registers.
+// kChips_: which chips the tiling is for; others get no code of it.
+template <int kHeadSize_, int kWarps_, int kRowTiles_, int kKeys_, int kMinBlocks_, int kChips_ = kEveryChip>
 struct Tiling {
+  static constexpr int kChips = kChips_;
   static constexpr int kHeadSize = kHeadSize_, kWarps = kWarps_, kRowTiles = kRowTiles_;
-  static constexpr int kKeys = kKeys_, kStepKeys = kStepKeys_, kStages = kStages_;
-  static constexpr int kMinBlocks = kMinBlocks_;
-  static constexpr bool kOverlaps = kOverlaps_;
+  static constexpr int kKeys = kKeys_, kMinBlocks = kMinBlocks_;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kWarpRows = kRowTiles * 16;
   static constexpr bool kQueryInRegisters = kRowTiles == 1;
   static constexpr int kSteps = kHeadSize / 16;  // of 16 dimensions
-  static constexpr int kColumnTiles = kStepKeys / 8, kOutTiles = kHeadSize / 8;
+  static constexpr int kColumnTiles = kKeys / 8, kOutTiles = kHeadSize / 8;
   static constexpr int kRowBytes = RowLayout<kHeadSize>::kRowBytes;
   static constexpr int kQueryBytes = kQueryInRegisters ? 0 : kPrefillTileQueries * kRowBytes;
   static constexpr int kTileBytes = kKeys * kRowBytes;
   static constexpr int kRawBytes = kKeys * kHeadSize;  // of a tile of 8-bit numbers
-  static_assert(kWarps * kWarpRows == kPrefillTileQueries && kKeys % kStepKeys == 0 && kStepKeys % 16 == 0);
+  static_assert(kWarps * kWarpRows == kPrefillTileQueries && kKeys % 16 == 0);
   static_assert(kTileBytes % 128 == 0 && kQueryBytes % 128 == 0);
 
   template <bool kIs8Bit>
   static constexpr int shared_bytes() {
-    return kQueryBytes + (kIs8Bit ? 2 * kTileBytes + 2 * kRawBytes : 2 * kStages * kTileBytes);
+    return kQueryBytes + (kIs8Bit ? 2 * kTileBytes + 2 * kRawBytes : 4 * kTileBytes);
   }
 };
 

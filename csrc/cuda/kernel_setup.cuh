@@ -14,6 +14,7 @@ namespace pagemill::cuda {
 struct KernelSetup {
   cudaError_t error;
   int resident_blocks;  // on the whole device
+  int architecture;     // that the kernel's code was compiled for: 90 for sm_90
 };
 
 // Of the current device. Legal while a stream is captured.
@@ -28,7 +29,12 @@ const KernelSetup& kernel_setup(int threads, int shared_bytes) {
   std::call_once(made[device], [&] {
     KernelSetup& setup = setups[device];
     int per_multiprocessor = 0, num_multiprocessors = 0;
-    setup.error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    cudaFuncAttributes attributes{};
+    setup.error = cudaFuncGetAttributes(&attributes, kKernel);
+    setup.architecture = attributes.ptxVersion;
+    if (setup.error == cudaSuccess) {
+      setup.error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    }
     if (setup.error == cudaSuccess) {
       setup.error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kKernel, threads, shared_bytes);
     }
