@@ -20,14 +20,19 @@ WIDTH = (HEADS + 2 * KV_HEADS) * SIZE
 class Layer:
     """Weights, cache and buffers of one layer, and its program."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
         torch.manual_seed(5)
+        is_scaled = kv_dtype is not None
+        self.scales = {
+            "key_scale": torch.tensor([0.5, 0.03]) if is_scaled else None,
+            "value_scale": torch.tensor([0.25, 0.1]) if is_scaled else None,
+        }
         self.table = torch.randn(VOCAB, HIDDEN).to(dtype)
         self.norm = torch.randn(HIDDEN).to(dtype)
         self.qkv_weight = PackedLinear((torch.randn(WIDTH, HIDDEN) / 8).to(dtype))
         self.out_weight = PackedLinear((torch.randn(HIDDEN, HEADS * SIZE) / 16).to(dtype))
         self.gate_up = PackedGateUp((torch.randn(2 * 80, HIDDEN) / 8).to(dtype))
-        self.keys = torch.zeros(NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, SIZE, dtype=dtype)
+        self.keys = torch.zeros(NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, SIZE, dtype=kv_dtype or dtype)
         self.values = torch.zeros_like(self.keys)
         self.residual = torch.zeros(MAX_TOKENS, HIDDEN)
         self.normed = torch.zeros(MAX_TOKENS, HIDDEN, dtype=dtype)
@@ -43,10 +48,11 @@ class Layer:
         program.embedding(self.residual, self.table)
         program.rms_norm(self.normed, self.residual, self.norm, 1e-5)
         program.linear(self.qkv_weight, self.normed, self.qkv)
-        program.rope_and_store(self.qkv, self.keys, self.values, HEADS, KV_HEADS)
+        program.rope_and_store(self.qkv, self.keys, self.values, HEADS, KV_HEADS, **self.scales)
         program.paged_attention(
-            self.attention.unflatten(1, (HEADS, SIZE)), self.query(MAX_TOKENS), self.keys, self.values, 0.125
-        )
+            self.attention.unflatten(1, (HEADS, SIZE)), self.query(MAX_TOKENS), self.keys, self.values, 0.125,
+            **self.scales,
+        )  # fmt: skip
         program.accumulate(self.out_weight, self.attention, self.residual)
         program.rms_norm(self.normed, self.residual, self.norm, 1e-5)
         program.linear(self.gate_up, self.normed, self.activated)
@@ -61,11 +67,11 @@ class Layer:
         kernels.rms_norm(normed, residual, self.norm, 1e-5)
         self.qkv_weight(normed, qkv)
         kernels.rope_and_store(
-            qkv, step.positions, step.cos_sin, self.keys, self.values, step.slot_mapping, HEADS, KV_HEADS
+            qkv, step.positions, step.cos_sin, self.keys, self.values, step.slot_mapping, HEADS, KV_HEADS, **self.scales
         )
         kernels.paged_attention(
             attention.unflatten(1, (HEADS, SIZE)), self.query(rows), self.keys, self.values, step.block_table,
-            step.seq_slots, step.query_start, step.context_lens, 0.125,
+            step.seq_slots, step.query_start, step.context_lens, 0.125, **self.scales,
         )  # fmt: skip
         self.out_weight.accumulate(attention, residual)
         kernels.rms_norm(normed, residual, self.norm, 1e-5)
@@ -94,15 +100,19 @@ def step_inputs(counts: list[int], context_lens: list[int]) -> StepInputs:
     )
 
 
-def test_a_program_equals_its_kernels_one_by_one(isa: str, dtype: torch.dtype) -> None:
-    bound, reference = Layer(dtype), Layer(dtype)
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, torch.float8_e5m2], ids=["same", "e4m3", "e5m2"])
+def test_a_program_equals_its_kernels_one_by_one(isa: str, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    bound, reference = Layer(dtype, kv_dtype), Layer(dtype, kv_dtype)
     program = bound.program()
     for counts, context_lens in [([20], [20]), ([1, 9], [21, 9]), ([1, 1, 31], [22, 10, 31]), ([1], [23])]:
         step = step_inputs(counts, context_lens)
         program.run(step)
         reference.one_by_one(step)
         for name in ("residual", "normed", "qkv", "attention", "activated", "keys", "values"):
-            assert torch.equal(getattr(bound, name), getattr(reference, name)), name
+            one, other = getattr(bound, name), getattr(reference, name)
+            if name in ("keys", "values"):
+                one, other = one.view(torch.uint8), other.view(torch.uint8)
+            assert torch.equal(one, other), name
 
 
 def test_python_calls_run_between_kernels_on_the_steps_rows() -> None:
