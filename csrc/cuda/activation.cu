@@ -5,11 +5,8 @@
 namespace pagemill::cuda {
 namespace {
 
-#ifndef ROWS_ACT_PACKS
-#define ROWS_ACT_PACKS 2
-#endif
 constexpr int kThreads = 256;
-constexpr int kPacksPerThread = ROWS_ACT_PACKS;
+constexpr int kPacksPerThread = 2;
 
 // 1 / (1 + e^-x), to half a unit in the last place of T or so.
 template <typename T>

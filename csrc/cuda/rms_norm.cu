@@ -202,21 +202,18 @@ bool allows_packs(const RmsNormParams& p) {
          is_aligned(p.x, kAccessBytes) && is_aligned(p.out, kOutBytes) && is_aligned(p.weight, kOutBytes);
 }
 
-#ifndef ROWS_RMS_PACKS
-#define ROWS_RMS_PACKS 2
-#endif
-#ifndef ROWS_RMS_RESIDENT
-#define ROWS_RMS_RESIDENT 1024
-#endif
-// Threads of a multiprocessor that are given rows at once.
-constexpr int64_t kResidentThreads = ROWS_RMS_RESIDENT;
+// Threads of a multiprocessor that are given rows at once. Measured: without a residual it pays to keep blocks and read
+// ahead, with one there is enough in flight and blocks that end early make room for the next kernel's.
+constexpr int64_t kResidentThreads = 1024;
 
 template <typename X, typename T, int kPacks>
 int launch_block_rows(const RmsNormParams& p, int64_t num_packs, cudaStream_t stream) {
   const DeviceLimits* limits = device_limits();
   if (limits == nullptr) return 1;
   const int64_t threads = divide_up<int64_t>(divide_up<int64_t>(num_packs, kPacks), kWarpLanes) * kWarpLanes;
-  const int64_t resident = limits->num_multiprocessors * std::max<int64_t>(1, kResidentThreads / threads);
+  const int64_t resident = p.residual != nullptr
+                               ? p.num_tokens
+                               : limits->num_multiprocessors * std::max<int64_t>(1, kResidentThreads / threads);
   return launch_overlapped("rms_norm", rms_norm_block_kernel<X, T, kPacks>,
                            static_cast<unsigned>(std::min(p.num_tokens, resident)), static_cast<unsigned>(threads),
                            stream, p);
@@ -237,7 +234,7 @@ int launch_rms_norm(const RmsNormParams& p, cudaStream_t stream) {
   }
   if (num_packs <= kWarpLanes / 2) return launch_lanes_per_row<X, T, kWarpLanes / 2>(p, stream);
   if (num_packs <= kWarpLanes) return launch_lanes_per_row<X, T, kWarpLanes>(p, stream);
-  if (num_packs <= ROWS_RMS_PACKS * kMaxThreads) return launch_block_rows<X, T, ROWS_RMS_PACKS>(p, num_packs, stream);
+  if (num_packs <= 2 * kMaxThreads) return launch_block_rows<X, T, 2>(p, num_packs, stream);
   if (num_packs <= 4 * kMaxThreads) return launch_block_rows<X, T, 4>(p, num_packs, stream);
   return launch_block_rows<X, T, 8>(p, num_packs, stream);
 }

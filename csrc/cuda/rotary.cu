@@ -8,14 +8,11 @@
 namespace pagemill::cuda {
 namespace {
 
-#ifndef ROWS_ROTARY_THREADS
-#define ROWS_ROTARY_THREADS 128
-#endif
+// Of a block: few blocks are better large, many better small.
+constexpr int kThreadsOfFew = 256;
+constexpr int kThreadsOfMany = 128;
 constexpr int kMaxThreads = 512;
-#ifndef ROWS_ROTARY_HEADS
-#define ROWS_ROTARY_HEADS 4
-#endif
-constexpr int kHeadsInFlight = ROWS_ROTARY_HEADS;
+constexpr int kHeadsInFlight = 2;
 
 __device__ __forceinline__ void rotate_pair(float& a, float& b, float cosine, float sine) {
   // Products are rounded on their own, as on the CPU.
@@ -176,8 +173,11 @@ int launch_rotary(const RotaryParams& rotary, const StoreKvParams& store, cudaSt
   if (units == 0) return 0;
   const int32_t heads = rotary.num_query_heads + rotary.num_kv_heads * (Policy::kStores ? 2 : 1);
   if (units > kMaxThreads) return fail("rotary: head_size %d is not supported", rotary.head_size);
+  const DeviceLimits* limits = device_limits();
+  if (limits == nullptr) return 1;
+  const int32_t preferred = rotary.num_tokens <= limits->num_multiprocessors ? kThreadsOfFew : kThreadsOfMany;
   // Each thread takes kHeadsInFlight heads at a time; as few rounds as the block's size allows.
-  const int32_t at_once = std::clamp(divide_up(heads, kHeadsInFlight), 1, std::max(1, ROWS_ROTARY_THREADS / units));
+  const int32_t at_once = std::clamp(divide_up(heads, kHeadsInFlight), 1, std::max(1, preferred / units));
   const int32_t rounds = divide_up(heads, at_once);
   const int32_t heads_at_once = divide_up(heads, rounds);
   const int32_t threads = divide_up(heads_at_once * units, kWarpLanes) * kWarpLanes;
