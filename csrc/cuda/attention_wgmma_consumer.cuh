@@ -23,12 +23,10 @@ template <class Traits>
 class Consumer {
   using T = typename Traits::T;
   using Scores = typename Traits::Scores;
-  using Tuning = typename Traits::Tuning;
   static constexpr int kKeyTile = Traits::kKeyTile;
   static constexpr int kScores = kKeyTile / 2;  // registers of 64 rows of so many columns
   static constexpr int kOutputs = Traits::kHeadSize / 2;
   static constexpr int kSteps = Traits::kHeadSize / 16;
-  static constexpr int kQueryRegisters = Tuning::kHoldsQueries ? Traits::kHeadSize / 4 : 4;
   // Named barriers; 0 is __syncthreads().
   static constexpr int kTurnBarrier = 1, kGroupBarrier = 3;
 
@@ -44,15 +42,14 @@ class Consumer {
 
   __device__ __forceinline__ void run() {
     if (group_ == kNumConsumers - 1) give_turn();
-    uint32_t queries[kQueryRegisters];
     Span span;
-    while (begin_item(span, queries)) {
+    while (begin_item(span)) {
       float scores[kScores], outputs[kOutputs], correction[2];
       uint32_t weights[kScores / 2], next_weights[kScores / 2];
       RowState state;
       int tile = last_tile(span), has_outputs = 0;
       wait_for_keys();
-      issue_scores(scores, queries);
+      issue_scores(scores);
       product_wait<0>();
       hold_registers(scores);
       release_keys();
@@ -65,12 +62,12 @@ class Consumer {
         if (is_last) {
           if constexpr (!Traits::kCrossesItems) break;
           queries_.advance();
-          if (!begin_item(next_span, queries)) break;
+          if (!begin_item(next_span)) break;
           next_tile = last_tile(next_span);
         }
         wait_for_keys();
         wait_for_turn();
-        issue_scores(scores, queries);
+        issue_scores(scores);
         wait_for_values(span, tile);
         issue_outputs(outputs, weights, has_outputs);
         give_turn();
@@ -134,42 +131,27 @@ class Consumer {
     return step / kPerChunk * chunk_bytes + step % kPerChunk * 32;
   }
 
-  // Address of 16 bytes in a tile of queries, `column` in units of 16 bytes.
-  __device__ __forceinline__ static uint32_t query_offset(int row, int column) {
-    constexpr int kPerChunk = Traits::kSwizzleBytes / 16;
-    const uint32_t in_chunk = row * Traits::kSwizzleBytes + column % kPerChunk * 16;
-    constexpr uint32_t kMask = Traits::kSwizzleBytes - 16;
-    return column / kPerChunk * Traits::kQueryChunkBytes + (in_chunk ^ (in_chunk >> 3 & kMask));
-  }
-
   // Address of this lane's row of the four matrices of 16 rows and 16 columns of this warp.
   __device__ __forceinline__ uint32_t query_matrices(int index, int step, int thread) const {
     const int row = group_ * kGroupRows + thread / 32 % 4 * 16 + thread % 16;
-    return query_memory(index) + query_offset(row, 2 * step + thread % 32 / 16);
+    return query_memory(index) + Traits::query_offset(row, 2 * step + thread % 32 / 16);
   }
 
   // Waits for the next item and its queries; false after the last one.
-  __device__ __forceinline__ bool begin_item(Span& span, uint32_t (&queries)[kQueryRegisters]) {
+  __device__ __forceinline__ bool begin_item(Span& span) {
     barrier_wait(barrier_at(offsetof(Barriers, query_full), queries_.index), queries_.parity);
     const WorkItem& item = barriers_.items[queries_.index];
     if (item.num_queries == 0) return false;
     span = {item.head, item.first_position + group_ * kGroupRows, item.begin_key, item.end_key};
-    if constexpr (Tuning::kHoldsQueries) {
-      const int thread = reread_thread();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        load_matrices(queries + 4 * step, query_matrices(queries_.index, step, thread));
-      }
-    }
     return true;
   }
 
   // The other consumer's products run while this one computes weights, and the other way round.
   __device__ __forceinline__ void wait_for_turn() {
-    if constexpr (Tuning::kTakesTurns) named_barrier_sync(kTurnBarrier + group_, kNumConsumers * kGroupThreads);
+    named_barrier_sync(kTurnBarrier + group_, kNumConsumers * kGroupThreads);
   }
   __device__ __forceinline__ void give_turn() {
-    if constexpr (Tuning::kTakesTurns) named_barrier_arrive(kTurnBarrier + 1 - group_, kNumConsumers * kGroupThreads);
+    named_barrier_arrive(kTurnBarrier + 1 - group_, kNumConsumers * kGroupThreads);
   }
 
   __device__ __forceinline__ void wait_for_keys() {
@@ -205,25 +187,16 @@ class Consumer {
     values_.advance();
   }
 
-  __device__ __forceinline__ void issue_scores(float (&scores)[kScores], uint32_t (&queries)[kQueryRegisters]) {
+  __device__ __forceinline__ void issue_scores(float (&scores)[kScores]) {
     const uint64_t keys = tile_descriptor<Traits::kSwizzleBytes>(key_memory(), 0, Traits::kRowGroupBytes);
+    const uint64_t queries = tile_descriptor<Traits::kSwizzleBytes>(
+        query_memory(queries_.index) + group_ * kGroupRows * Traits::kSwizzleBytes, 0, Traits::kAtomBytes);
     hold_registers(scores);
-    if constexpr (Tuning::kHoldsQueries) hold_registers(queries);
     product_fence();
-    if constexpr (Tuning::kHoldsQueries) {
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        product<T, kKeyTile, false>(scores, queries + 4 * step, keys + step_bytes(step, Traits::kAtomBytes) / 16,
-                                    step > 0);
-      }
-    } else {
-      const uint64_t query = tile_descriptor<Traits::kSwizzleBytes>(
-          query_memory(queries_.index) + group_ * kGroupRows * Traits::kSwizzleBytes, 0, Traits::kAtomBytes);
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        product<T, kKeyTile>(scores, query + step_bytes(step, Traits::kQueryChunkBytes) / 16,
-                             keys + step_bytes(step, Traits::kAtomBytes) / 16, step > 0);
-      }
+    for (int step = 0; step < kSteps; ++step) {
+      product_of_rows<T, kKeyTile>(scores, queries + step_bytes(step, Traits::kQueryChunkBytes) / 16,
+                                   keys + step_bytes(step, Traits::kAtomBytes) / 16, step > 0);
     }
     product_commit();
   }
@@ -237,8 +210,8 @@ class Consumer {
     product_fence();
 #pragma unroll
     for (int step = 0; step < kKeyTile / 16; ++step) {
-      product<T, Traits::kHeadSize, true>(outputs, weights + 4 * step, values + step * 2 * Traits::kRowGroupBytes / 16,
-                                          step > 0 ? 1 : has_outputs);
+      product<T, Traits::kHeadSize>(outputs, weights + 4 * step, values + step * 2 * Traits::kRowGroupBytes / 16,
+                                    step > 0 ? 1 : has_outputs);
     }
     product_commit();
   }
@@ -287,23 +260,28 @@ class Consumer {
                      pack<T>(o[6], o[7]));
     }
     __syncwarp();
-    write_rows(item, query_memory(index), first_row, lane);
-    // Hands the memory over to the copy engine.
-    fence_async_proxy();
-    __syncwarp();
-    if (lane_ == 0) barrier_arrive(barrier_at(offsetof(Barriers, query_empty), index));
+    write_rows(item, index, first_row, lane);
   }
 
-  __device__ __forceinline__ void write_rows(const WorkItem& item, uint32_t memory, int first_row, int lane) const {
-    constexpr int kPerRow = Traits::kRowBytes / 16;
+  // By way of shared memory, so that a row is written in whole lines.
+  __device__ __forceinline__ void write_rows(const WorkItem& item, int index, int first_row, int lane) const {
+    constexpr int kPerRow = Traits::kRowBytes / 16, kPerLane = kPerRow / 2;
+    const uint32_t memory = query_memory(index);
+    const int num_rows = item.num_queries - first_row;
     T* const out = static_cast<T*>(params_.out) + (item.token + first_row) * params_.out_token_stride +
                    item.head * params_.out_head_stride;
-    const int num_rows = item.num_queries - first_row;
+    uint4 numbers[kPerLane];
 #pragma unroll
-    for (int i = 0; i < kPerRow / 2; ++i) {
-      const int unit = i * 32 + lane, row = unit / kPerRow, column = unit % kPerRow;
-      const uint4 numbers = load_shared_16(memory + query_offset(first_row + row, column));
-      if (row < num_rows) store_global_16(out + row * params_.out_token_stride + column * 8, numbers);
+    for (int i = 0; i < kPerLane; ++i) {
+      const int unit = i * 32 + lane;
+      numbers[i] = load_shared_16(memory + Traits::query_offset(first_row + unit / kPerRow, unit % kPerRow));
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barrier_at(offsetof(Barriers, query_empty), index));
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int unit = i * 32 + lane, row = unit / kPerRow;
+      if (row < num_rows) store_global_16(out + row * params_.out_token_stride + unit % kPerRow * 8, numbers[i]);
     }
   }
 

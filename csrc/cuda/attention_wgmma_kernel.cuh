@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       barrier_init(shared_address(&barriers.query_full[i]), 1);
       barrier_init(shared_address(&barriers.key_full[i]), 1);
       barrier_init(shared_address(&barriers.value_full[i]), 1);
+      // By the consumers and by the copier of values, which reads the item.
       barrier_init(shared_address(&barriers.query_empty[i]), kConsumerWarps + 1);
       barrier_init(shared_address(&barriers.key_empty[i]), kConsumerWarps);
       barrier_init(shared_address(&barriers.value_empty[i]), kConsumerWarps);
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   __syncthreads();
   const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
   if (group == 0) {
-    release_registers<Traits::Tuning::kProducerRegisters>();
+    release_registers<kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp == 0) {
       produce_keys<Traits>(params, query_map, key_map, barriers, shared);
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       produce_values<Traits>(params, value_map, barriers, shared);
     }
   } else {
-    claim_registers<Traits::Tuning::kConsumerRegisters>();
+    claim_registers<kConsumerRegisters>();
     Consumer<Traits>(params, barriers, shared, group - 1).run();
   }
 #else

@@ -13,15 +13,19 @@
 
 namespace pagemill::cuda::wgmma {
 
-// Query heads to a round of the work queue, so that the new tokens' keys and values of a round fill no more than most
-// of the L2 cache. A multiple of the heads that share a KV head; rounds are as even as can be.
+// Query heads to a round of the work queue. Where the new tokens' keys and values do not fit the L2 cache together, a
+// round takes what fills about half of it, or more heads where there would be too few items to keep all multiprocessors
+// busy. A multiple of the heads that share a KV head; rounds are as even as can be.
 inline int32_t heads_per_round(const PagedAttentionParams& p) {
-  constexpr int64_t kRoundBytes = 34 << 20;
-  const int64_t head_bytes = 2 * p.num_tokens * p.head_size * dtype_bytes(p.dtype);
-  const int64_t most = std::clamp<int64_t>(kRoundBytes / std::max<int64_t>(head_bytes, 1), 1, p.num_kv_heads);
+  constexpr int64_t kMostBytes = 34 << 20, kUsualBytes = 17 << 20, kFewestItems = 512;
+  const int64_t group = p.num_query_heads / p.num_kv_heads;
+  const int64_t head_bytes = std::max<int64_t>(2 * p.num_tokens * p.head_size * dtype_bytes(p.dtype), 1);
+  const int64_t head_items = std::max<int64_t>(p.num_tokens / kQueryRows * group, 1);
+  if (head_bytes * p.num_kv_heads <= kMostBytes) return p.num_query_heads;
+  const int64_t wanted = std::max(kUsualBytes / head_bytes, (kFewestItems + head_items - 1) / head_items);
+  const int64_t most = std::clamp<int64_t>(std::min(wanted, kMostBytes / head_bytes), 1, p.num_kv_heads);
   const int64_t num_rounds = (p.num_kv_heads + most - 1) / most;
-  const int64_t kv_heads = (p.num_kv_heads + num_rounds - 1) / num_rounds;
-  return static_cast<int32_t>(kv_heads * (p.num_query_heads / p.num_kv_heads));
+  return static_cast<int32_t>((p.num_kv_heads + num_rounds - 1) / num_rounds * group);
 }
 
 inline KernelParams kernel_params(const PagedAttentionParams& p, const AttentionLaunch& launch, int32_t key_tile) {
@@ -32,7 +36,6 @@ inline KernelParams kernel_params(const PagedAttentionParams& p, const Attention
   k.block_tables = p.block_tables;
   k.seq_slots = p.seq_slots;
   k.query_start = p.query_start;
-  k.context_lens = p.context_lens;
   k.alibi_slopes = p.alibi_slopes;
   k.sinks = p.sinks;
   // The workspace begins with counters that are 0 between launches; without one, items are given out in a fixed order.
@@ -58,11 +61,6 @@ inline KernelParams kernel_params(const PagedAttentionParams& p, const Attention
 
 // Key tile of a head size: what registers and shared memory hold.
 constexpr int key_tile(int head_size) { return head_size <= 128 ? 128 : 80; }
-
-struct DefaultTuning {
-  static constexpr bool kTakesTurns = true, kHoldsQueries = false;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-};
 
 template <class Traits>
 int launch(const PagedAttentionParams& p, const KernelParams& k, cudaStream_t stream) {
@@ -92,9 +90,9 @@ int launch_wgmma(const PagedAttentionParams& params, const AttentionLaunch& laun
   constexpr int kKeyTile = key_tile(kHeadSize);
   const KernelParams k = kernel_params(params, launch, kKeyTile);
   if (has_plain_scores(params)) {
-    return wgmma::launch<Traits<T, kHeadSize, kKeyTile, PlainScores, DefaultTuning>>(params, k, stream);
+    return wgmma::launch<Traits<T, kHeadSize, kKeyTile, PlainScores>>(params, k, stream);
   }
-  return wgmma::launch<Traits<T, kHeadSize, kKeyTile, GeneralScores, DefaultTuning>>(params, k, stream);
+  return wgmma::launch<Traits<T, kHeadSize, kKeyTile, GeneralScores>>(params, k, stream);
 }
 
 }  // namespace pagemill::cuda

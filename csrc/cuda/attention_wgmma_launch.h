@@ -8,6 +8,9 @@
 
 namespace pagemill::cuda {
 
+// Whether the library was built for sm_90a: for plain sm_90 the kernel is empty.
+bool has_wgmma_code();
+
 template <typename T, int kHeadSize>
 int launch_wgmma(const PagedAttentionParams& params, const AttentionLaunch& launch, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// The producer warp: gives out work items and copies queries and pages into shared memory.
+// The producer warps: one takes work items and copies queries and keys into shared memory, one copies values.
 #pragma once
 
 #include "attention_wgmma_ptx.cuh"
@@ -18,21 +18,19 @@ class WorkQueue {
         index_(static_cast<int32_t>(blockIdx.x)),
         pass_(0) {}
 
-  // All lanes get the same. A sequence whose slot lies outside the table has no item.
+  // All lanes get the same; num_queries is 0 after the last item.
   __device__ __forceinline__ WorkItem next(int lane) {
     WorkItem item{};
     const int32_t num_items = num_tiles_ * params_.num_query_heads;
-    while (index_ < num_items) {
-      const bool is_valid = read(item);
-      advance(lane, num_items);
-      if (is_valid) return item;
-    }
-    item.num_queries = 0;
+    if (index_ >= num_items) return item;
+    read(item);
+    advance(lane, num_items);
     return item;
   }
 
  private:
-  __device__ __forceinline__ bool read(WorkItem& item) const {
+  // A sequence whose slot lies outside the table gets an item that reads no page and stores nothing.
+  __device__ __forceinline__ void read(WorkItem& item) const {
     const int32_t per_round = num_tiles_ * params_.heads_per_round;
     const int32_t round = index_ / per_round, in_round = index_ - round * per_round;
     const int32_t first_head = round * params_.heads_per_round;
@@ -41,24 +39,27 @@ class WorkQueue {
     const int4 numbers = __ldg(reinterpret_cast<const int4*>(tiles_) + tile_index);
     const PrefillTile tile{numbers.x, numbers.y, numbers.z, numbers.w};
     const int32_t first_row = __ldg(params_.query_start + tile.seq);
-    const int32_t num_new = __ldg(params_.query_start + tile.seq + 1) - first_row;
     const int32_t slot = params_.seq_slots != nullptr ? __ldg(params_.seq_slots + tile.seq) : tile.seq;
     item.head = first_head + in_round - tile_index * heads;
     item.token = first_row + tile.first_query;
     item.num_queries = tile.num_queries;
-    item.first_position = __ldg(params_.context_lens + tile.seq) - num_new + tile.first_query;
+    item.first_position = tile.end_key - tile.num_queries;
     item.end_key = tile.end_key;
     item.begin_key = params_.window >= 0 ? max(0, item.first_position - params_.window + 1) : 0;
     item.table_row = slot;
-    return slot >= 0 && slot < params_.num_table_rows && item.begin_key < item.end_key;
+    const bool is_valid = slot >= 0 && slot < params_.num_table_rows && item.begin_key < item.end_key;
+    if (is_valid && item.num_queries > 0) return;
+    item.num_queries = item.table_row = -1;
+    item.begin_key = 0;
+    item.end_key = 1;
   }
 
   __device__ __forceinline__ void advance(int lane, int32_t num_items) {
-    const int32_t grid = static_cast<int32_t>(gridDim.x);
+    const auto grid = static_cast<int32_t>(gridDim.x);
     if (params_.counter == nullptr) {
       // There and back over the thread blocks: who had the costliest item of one pass has the cheapest of the next.
       ++pass_;
-      const int32_t block = static_cast<int32_t>(blockIdx.x);
+      const auto block = static_cast<int32_t>(blockIdx.x);
       index_ = pass_ * grid + (pass_ % 2 == 0 ? block : grid - 1 - block);
       return;
     }
@@ -96,6 +97,7 @@ class PageCopier {
   // Begins with the last key tile of an item.
   __device__ __forceinline__ void begin(const WorkItem& item) {
     table_ = params_.block_tables + item.table_row * params_.block_table_stride;
+    num_pages_ = item.table_row >= 0 ? params_.max_blocks : 0;
     begin_key_ = item.begin_key;
     end_key_ = item.end_key;
     kv_head_ = item.head / params_.group;
@@ -119,7 +121,8 @@ class PageCopier {
     const uint32_t barrier = full_ + place_.index * 8;
     if (lane_ == 0) barrier_arrive_expect(barrier, num_boxes * params_.box_rows * Traits::kRowBytes);
     __syncwarp();
-    if (is_seen) copy_box(memory_ + place_.index * Traits::kStageBytes, map_, barrier, 0, 0, 0, group);
+    const uint32_t to = memory_ + place_.index * Traits::kStageBytes;
+    if (is_seen) copy_box(to, map_, barrier, 0, 0, 0, group);
     __syncwarp();
     place_.advance();
   }
@@ -132,7 +135,7 @@ class PageCopier {
   // Block of this lane's box; -1 where the box is not copied or the table does not reach so far.
   __device__ __forceinline__ int32_t find_block(int32_t tile) const {
     const int32_t key = tile * Traits::kKeyTile + first_row_, page = key >> params_.block_shift;
-    return is_seen_key(key) && tile >= 0 && page < params_.max_blocks ? __ldg(table_ + page) : -1;
+    return is_seen_key(key) && tile >= 0 && page < num_pages_ ? __ldg(table_ + page) : -1;
   }
 
   const KernelParams& params_;
@@ -140,6 +143,7 @@ class PageCopier {
   const uint32_t full_, empty_, memory_;
   const int32_t first_row_, lane_, offset_mask_, groups_shift_;
   const int32_t* table_ = nullptr;
+  int64_t num_pages_ = 0;
   int32_t begin_key_ = 0, end_key_ = 0, kv_head_ = 0, tile_ = 0, block_ = -1;
   RingPlace<Traits::kNumStages> place_;
 };
@@ -159,6 +163,9 @@ __device__ __forceinline__ void produce_keys(const KernelParams& params, const C
     barrier_wait(query_empty + place.index * 8, place.parity ^ 1);
     const uint32_t barrier = query_full + place.index * 8;
     if (lane == 0) {
+      // The consumers have written outputs there by ordinary stores. They have no fence, which would wait for their
+      // stores to memory too.
+      fence_async_proxy();
       barriers.items[place.index] = item;
       if (item.num_queries == 0) {
         barrier_arrive(barrier);

@@ -78,18 +78,6 @@ __device__ __forceinline__ void product_wait() {
   "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, " \
   "%37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, " \
   "%55, %56, %57, %58, %59, %60, %61, %62, %63}"
-#define PAGEMILL_NUMBERS_160                                                                   \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "     \
-  "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, " \
-  "%37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, " \
-  "%55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, " \
-  "%73, %74, %75, %76, %77, %78, %79}"
-#define PAGEMILL_NUMBERS_176                                                                   \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "     \
-  "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, " \
-  "%37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, " \
-  "%55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, " \
-  "%73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87}"
 #define PAGEMILL_NUMBERS_192                                                                   \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "     \
   "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, " \
@@ -113,140 +101,81 @@ __device__ __forceinline__ void product_wait() {
                : __VA_ARGS__                                                                              \
                : "l"(a), "l"(b), "r"(accumulate))
 
-#define PAGEMILL_PRODUCT_REGISTERS(N, TYPE, NUMBERS, A0, A1, A2, A3, B, PREDICATE, TRANSPOSED, ...)       \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" PREDICATE ", 0;\nwgmma.mma_async.sync.aligned.m64n" N \
-               "k16.f32." TYPE "." TYPE " " NUMBERS ", {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B         \
-               ", p, 1, 1, %" TRANSPOSED ";\n}\n"                                                         \
-               : __VA_ARGS__                                                                              \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kIsTransposed ? 1 : 0))
+#define PAGEMILL_PRODUCT_REGISTERS(N, TYPE, NUMBERS, A0, A1, A2, A3, B, PREDICATE, ...)                                \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" PREDICATE ", 0;\nwgmma.mma_async.sync.aligned.m64n" N              \
+               "k16.f32." TYPE "." TYPE " " NUMBERS ", {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", p, 1, 1, 1;\n}\n" \
+               : __VA_ARGS__                                                                                           \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
 
 // d (+)= A Bᵀ: A is 64 x 16, B is kColumns x 16, both rows of shared memory. Without `accumulate` d is overwritten.
 template <typename T, int kColumns>
-__device__ __forceinline__ void product(float (&d)[kColumns / 2], uint64_t a, uint64_t b, int accumulate) {
+__device__ __forceinline__ void product_of_rows(float (&d)[kColumns / 2], uint64_t a, uint64_t b, int accumulate) {
   constexpr bool kIsBf16 = std::is_same_v<T, __nv_bfloat16>;
-  if constexpr (kColumns == 64 && kIsBf16) {
-    PAGEMILL_PRODUCT_SHARED("64", "bf16", PAGEMILL_NUMBERS_64, "32", "33", "34", PAGEMILL_SUMS_32(d, 0));
-  } else if constexpr (kColumns == 64) {
-    PAGEMILL_PRODUCT_SHARED("64", "f16", PAGEMILL_NUMBERS_64, "32", "33", "34", PAGEMILL_SUMS_32(d, 0));
-  } else if constexpr (kColumns == 80 && kIsBf16) {
+  if constexpr (kColumns == 80 && kIsBf16) {
     PAGEMILL_PRODUCT_SHARED("80", "bf16", PAGEMILL_NUMBERS_80, "40", "41", "42", PAGEMILL_SUMS_32(d, 0),
                             PAGEMILL_SUMS_8(d, 32));
   } else if constexpr (kColumns == 80) {
     PAGEMILL_PRODUCT_SHARED("80", "f16", PAGEMILL_NUMBERS_80, "40", "41", "42", PAGEMILL_SUMS_32(d, 0),
                             PAGEMILL_SUMS_8(d, 32));
-  } else if constexpr (kColumns == 96 && kIsBf16) {
-    PAGEMILL_PRODUCT_SHARED("96", "bf16", PAGEMILL_NUMBERS_96, "48", "49", "50", PAGEMILL_SUMS_32(d, 0),
-                            PAGEMILL_SUMS_8(d, 32), PAGEMILL_SUMS_8(d, 40));
-  } else if constexpr (kColumns == 96) {
-    PAGEMILL_PRODUCT_SHARED("96", "f16", PAGEMILL_NUMBERS_96, "48", "49", "50", PAGEMILL_SUMS_32(d, 0),
-                            PAGEMILL_SUMS_8(d, 32), PAGEMILL_SUMS_8(d, 40));
-  } else if constexpr (kColumns == 112 && kIsBf16) {
-    PAGEMILL_PRODUCT_SHARED("112", "bf16", PAGEMILL_NUMBERS_112, "56", "57", "58", PAGEMILL_SUMS_32(d, 0),
-                            PAGEMILL_SUMS_8(d, 32), PAGEMILL_SUMS_8(d, 40), PAGEMILL_SUMS_8(d, 48));
-  } else if constexpr (kColumns == 112) {
-    PAGEMILL_PRODUCT_SHARED("112", "f16", PAGEMILL_NUMBERS_112, "56", "57", "58", PAGEMILL_SUMS_32(d, 0),
-                            PAGEMILL_SUMS_8(d, 32), PAGEMILL_SUMS_8(d, 40), PAGEMILL_SUMS_8(d, 48));
   } else if constexpr (kColumns == 128 && kIsBf16) {
     PAGEMILL_PRODUCT_SHARED("128", "bf16", PAGEMILL_NUMBERS_128, "64", "65", "66", PAGEMILL_SUMS_32(d, 0),
                             PAGEMILL_SUMS_32(d, 32));
   } else if constexpr (kColumns == 128) {
     PAGEMILL_PRODUCT_SHARED("128", "f16", PAGEMILL_NUMBERS_128, "64", "65", "66", PAGEMILL_SUMS_32(d, 0),
                             PAGEMILL_SUMS_32(d, 32));
-  } else if constexpr (kColumns == 160 && kIsBf16) {
-    PAGEMILL_PRODUCT_SHARED("160", "bf16", PAGEMILL_NUMBERS_160, "80", "81", "82", PAGEMILL_SUMS_32(d, 0),
-                            PAGEMILL_SUMS_32(d, 32), PAGEMILL_SUMS_8(d, 64), PAGEMILL_SUMS_8(d, 72));
-  } else if constexpr (kColumns == 160) {
-    PAGEMILL_PRODUCT_SHARED("160", "f16", PAGEMILL_NUMBERS_160, "80", "81", "82", PAGEMILL_SUMS_32(d, 0),
-                            PAGEMILL_SUMS_32(d, 32), PAGEMILL_SUMS_8(d, 64), PAGEMILL_SUMS_8(d, 72));
-  } else if constexpr (kColumns == 176 && kIsBf16) {
-    PAGEMILL_PRODUCT_SHARED("176", "bf16", PAGEMILL_NUMBERS_176, "88", "89", "90", PAGEMILL_SUMS_32(d, 0),
-                            PAGEMILL_SUMS_32(d, 32), PAGEMILL_SUMS_8(d, 64), PAGEMILL_SUMS_8(d, 72),
-                            PAGEMILL_SUMS_8(d, 80));
-  } else if constexpr (kColumns == 176) {
-    PAGEMILL_PRODUCT_SHARED("176", "f16", PAGEMILL_NUMBERS_176, "88", "89", "90", PAGEMILL_SUMS_32(d, 0),
-                            PAGEMILL_SUMS_32(d, 32), PAGEMILL_SUMS_8(d, 64), PAGEMILL_SUMS_8(d, 72),
-                            PAGEMILL_SUMS_8(d, 80));
-  } else if constexpr (kColumns == 192 && kIsBf16) {
-    PAGEMILL_PRODUCT_SHARED("192", "bf16", PAGEMILL_NUMBERS_192, "96", "97", "98", PAGEMILL_SUMS_32(d, 0),
-                            PAGEMILL_SUMS_32(d, 32), PAGEMILL_SUMS_32(d, 64));
-  } else if constexpr (kColumns == 192) {
-    PAGEMILL_PRODUCT_SHARED("192", "f16", PAGEMILL_NUMBERS_192, "96", "97", "98", PAGEMILL_SUMS_32(d, 0),
-                            PAGEMILL_SUMS_32(d, 32), PAGEMILL_SUMS_32(d, 64));
-  } else if constexpr (kColumns == 256 && kIsBf16) {
-    PAGEMILL_PRODUCT_SHARED("256", "bf16", PAGEMILL_NUMBERS_256, "128", "129", "130", PAGEMILL_SUMS_32(d, 0),
-                            PAGEMILL_SUMS_32(d, 32), PAGEMILL_SUMS_32(d, 64), PAGEMILL_SUMS_32(d, 96));
-  } else if constexpr (kColumns == 256) {
-    PAGEMILL_PRODUCT_SHARED("256", "f16", PAGEMILL_NUMBERS_256, "128", "129", "130", PAGEMILL_SUMS_32(d, 0),
-                            PAGEMILL_SUMS_32(d, 32), PAGEMILL_SUMS_32(d, 64), PAGEMILL_SUMS_32(d, 96));
   } else {
     static_assert(kColumns == 0, "no product of this width");
   }
 }
 
-// d (+)= A B: A is 64 x 16, in registers. B is kColumns x 16 rows of shared memory, or, transposed, 16 x kColumns rows.
-template <typename T, int kColumns, bool kIsTransposed>
+// d (+)= A B: A is 64 x 16, in registers, B is 16 x kColumns, rows of shared memory.
+template <typename T, int kColumns>
 __device__ __forceinline__ void product(float (&d)[kColumns / 2], const uint32_t* a, uint64_t b, int accumulate) {
   constexpr bool kIsBf16 = std::is_same_v<T, __nv_bfloat16>;
   if constexpr (kColumns == 64 && kIsBf16) {
-    PAGEMILL_PRODUCT_REGISTERS("64", "bf16", PAGEMILL_NUMBERS_64, "32", "33", "34", "35", "36", "37", "38",
+    PAGEMILL_PRODUCT_REGISTERS("64", "bf16", PAGEMILL_NUMBERS_64, "32", "33", "34", "35", "36", "37",
                                PAGEMILL_SUMS_32(d, 0));
   } else if constexpr (kColumns == 64) {
-    PAGEMILL_PRODUCT_REGISTERS("64", "f16", PAGEMILL_NUMBERS_64, "32", "33", "34", "35", "36", "37", "38",
+    PAGEMILL_PRODUCT_REGISTERS("64", "f16", PAGEMILL_NUMBERS_64, "32", "33", "34", "35", "36", "37",
                                PAGEMILL_SUMS_32(d, 0));
   } else if constexpr (kColumns == 80 && kIsBf16) {
-    PAGEMILL_PRODUCT_REGISTERS("80", "bf16", PAGEMILL_NUMBERS_80, "40", "41", "42", "43", "44", "45", "46",
+    PAGEMILL_PRODUCT_REGISTERS("80", "bf16", PAGEMILL_NUMBERS_80, "40", "41", "42", "43", "44", "45",
                                PAGEMILL_SUMS_32(d, 0), PAGEMILL_SUMS_8(d, 32));
   } else if constexpr (kColumns == 80) {
-    PAGEMILL_PRODUCT_REGISTERS("80", "f16", PAGEMILL_NUMBERS_80, "40", "41", "42", "43", "44", "45", "46",
+    PAGEMILL_PRODUCT_REGISTERS("80", "f16", PAGEMILL_NUMBERS_80, "40", "41", "42", "43", "44", "45",
                                PAGEMILL_SUMS_32(d, 0), PAGEMILL_SUMS_8(d, 32));
   } else if constexpr (kColumns == 96 && kIsBf16) {
-    PAGEMILL_PRODUCT_REGISTERS("96", "bf16", PAGEMILL_NUMBERS_96, "48", "49", "50", "51", "52", "53", "54",
+    PAGEMILL_PRODUCT_REGISTERS("96", "bf16", PAGEMILL_NUMBERS_96, "48", "49", "50", "51", "52", "53",
                                PAGEMILL_SUMS_32(d, 0), PAGEMILL_SUMS_8(d, 32), PAGEMILL_SUMS_8(d, 40));
   } else if constexpr (kColumns == 96) {
-    PAGEMILL_PRODUCT_REGISTERS("96", "f16", PAGEMILL_NUMBERS_96, "48", "49", "50", "51", "52", "53", "54",
+    PAGEMILL_PRODUCT_REGISTERS("96", "f16", PAGEMILL_NUMBERS_96, "48", "49", "50", "51", "52", "53",
                                PAGEMILL_SUMS_32(d, 0), PAGEMILL_SUMS_8(d, 32), PAGEMILL_SUMS_8(d, 40));
   } else if constexpr (kColumns == 112 && kIsBf16) {
-    PAGEMILL_PRODUCT_REGISTERS("112", "bf16", PAGEMILL_NUMBERS_112, "56", "57", "58", "59", "60", "61", "62",
+    PAGEMILL_PRODUCT_REGISTERS("112", "bf16", PAGEMILL_NUMBERS_112, "56", "57", "58", "59", "60", "61",
                                PAGEMILL_SUMS_32(d, 0), PAGEMILL_SUMS_8(d, 32), PAGEMILL_SUMS_8(d, 40),
                                PAGEMILL_SUMS_8(d, 48));
   } else if constexpr (kColumns == 112) {
-    PAGEMILL_PRODUCT_REGISTERS("112", "f16", PAGEMILL_NUMBERS_112, "56", "57", "58", "59", "60", "61", "62",
+    PAGEMILL_PRODUCT_REGISTERS("112", "f16", PAGEMILL_NUMBERS_112, "56", "57", "58", "59", "60", "61",
                                PAGEMILL_SUMS_32(d, 0), PAGEMILL_SUMS_8(d, 32), PAGEMILL_SUMS_8(d, 40),
                                PAGEMILL_SUMS_8(d, 48));
   } else if constexpr (kColumns == 128 && kIsBf16) {
-    PAGEMILL_PRODUCT_REGISTERS("128", "bf16", PAGEMILL_NUMBERS_128, "64", "65", "66", "67", "68", "69", "70",
+    PAGEMILL_PRODUCT_REGISTERS("128", "bf16", PAGEMILL_NUMBERS_128, "64", "65", "66", "67", "68", "69",
                                PAGEMILL_SUMS_32(d, 0), PAGEMILL_SUMS_32(d, 32));
   } else if constexpr (kColumns == 128) {
-    PAGEMILL_PRODUCT_REGISTERS("128", "f16", PAGEMILL_NUMBERS_128, "64", "65", "66", "67", "68", "69", "70",
+    PAGEMILL_PRODUCT_REGISTERS("128", "f16", PAGEMILL_NUMBERS_128, "64", "65", "66", "67", "68", "69",
                                PAGEMILL_SUMS_32(d, 0), PAGEMILL_SUMS_32(d, 32));
-  } else if constexpr (kColumns == 160 && kIsBf16) {
-    PAGEMILL_PRODUCT_REGISTERS("160", "bf16", PAGEMILL_NUMBERS_160, "80", "81", "82", "83", "84", "85", "86",
-                               PAGEMILL_SUMS_32(d, 0), PAGEMILL_SUMS_32(d, 32), PAGEMILL_SUMS_8(d, 64),
-                               PAGEMILL_SUMS_8(d, 72));
-  } else if constexpr (kColumns == 160) {
-    PAGEMILL_PRODUCT_REGISTERS("160", "f16", PAGEMILL_NUMBERS_160, "80", "81", "82", "83", "84", "85", "86",
-                               PAGEMILL_SUMS_32(d, 0), PAGEMILL_SUMS_32(d, 32), PAGEMILL_SUMS_8(d, 64),
-                               PAGEMILL_SUMS_8(d, 72));
-  } else if constexpr (kColumns == 176 && kIsBf16) {
-    PAGEMILL_PRODUCT_REGISTERS("176", "bf16", PAGEMILL_NUMBERS_176, "88", "89", "90", "91", "92", "93", "94",
-                               PAGEMILL_SUMS_32(d, 0), PAGEMILL_SUMS_32(d, 32), PAGEMILL_SUMS_8(d, 64),
-                               PAGEMILL_SUMS_8(d, 72), PAGEMILL_SUMS_8(d, 80));
-  } else if constexpr (kColumns == 176) {
-    PAGEMILL_PRODUCT_REGISTERS("176", "f16", PAGEMILL_NUMBERS_176, "88", "89", "90", "91", "92", "93", "94",
-                               PAGEMILL_SUMS_32(d, 0), PAGEMILL_SUMS_32(d, 32), PAGEMILL_SUMS_8(d, 64),
-                               PAGEMILL_SUMS_8(d, 72), PAGEMILL_SUMS_8(d, 80));
   } else if constexpr (kColumns == 192 && kIsBf16) {
-    PAGEMILL_PRODUCT_REGISTERS("192", "bf16", PAGEMILL_NUMBERS_192, "96", "97", "98", "99", "100", "101", "102",
+    PAGEMILL_PRODUCT_REGISTERS("192", "bf16", PAGEMILL_NUMBERS_192, "96", "97", "98", "99", "100", "101",
                                PAGEMILL_SUMS_32(d, 0), PAGEMILL_SUMS_32(d, 32), PAGEMILL_SUMS_32(d, 64));
   } else if constexpr (kColumns == 192) {
-    PAGEMILL_PRODUCT_REGISTERS("192", "f16", PAGEMILL_NUMBERS_192, "96", "97", "98", "99", "100", "101", "102",
+    PAGEMILL_PRODUCT_REGISTERS("192", "f16", PAGEMILL_NUMBERS_192, "96", "97", "98", "99", "100", "101",
                                PAGEMILL_SUMS_32(d, 0), PAGEMILL_SUMS_32(d, 32), PAGEMILL_SUMS_32(d, 64));
   } else if constexpr (kColumns == 256 && kIsBf16) {
-    PAGEMILL_PRODUCT_REGISTERS("256", "bf16", PAGEMILL_NUMBERS_256, "128", "129", "130", "131", "132", "133", "134",
+    PAGEMILL_PRODUCT_REGISTERS("256", "bf16", PAGEMILL_NUMBERS_256, "128", "129", "130", "131", "132", "133",
                                PAGEMILL_SUMS_32(d, 0), PAGEMILL_SUMS_32(d, 32), PAGEMILL_SUMS_32(d, 64),
                                PAGEMILL_SUMS_32(d, 96));
   } else if constexpr (kColumns == 256) {
-    PAGEMILL_PRODUCT_REGISTERS("256", "f16", PAGEMILL_NUMBERS_256, "128", "129", "130", "131", "132", "133", "134",
+    PAGEMILL_PRODUCT_REGISTERS("256", "f16", PAGEMILL_NUMBERS_256, "128", "129", "130", "131", "132", "133",
                                PAGEMILL_SUMS_32(d, 0), PAGEMILL_SUMS_32(d, 32), PAGEMILL_SUMS_32(d, 64),
                                PAGEMILL_SUMS_32(d, 96));
   } else {
@@ -263,8 +192,6 @@ __device__ __forceinline__ void product(float (&d)[kColumns / 2], const uint32_t
 #undef PAGEMILL_NUMBERS_96
 #undef PAGEMILL_NUMBERS_112
 #undef PAGEMILL_NUMBERS_128
-#undef PAGEMILL_NUMBERS_160
-#undef PAGEMILL_NUMBERS_176
 #undef PAGEMILL_NUMBERS_192
 #undef PAGEMILL_NUMBERS_256
 
