@@ -44,10 +44,7 @@ __global__ void __launch_bounds__(sampling::kThreads, sampling::kBlocksPerMultip
 
 constexpr int kMaxClusterBlocks = 16;
 // Slices up to this size leave room for three blocks on a multiprocessor: some load while others compute.
-#ifndef SAMPLE_SLICE
-#define SAMPLE_SLICE 65536
-#endif
-constexpr int64_t kComfortableSliceBytes = SAMPLE_SLICE;
+constexpr int64_t kComfortableSliceBytes = 65536;
 constexpr int64_t kReservedSharedBytes = 1024;  // by the system, of each block
 
 // What a device allows: asked once, before the first launch there.

@@ -1,7 +1,7 @@
 // What the blocks that share a row of logits keep in shared memory, and how they combine what each has found.
 //
-// A row is cut over the blocks of a cluster: block r has entries r * slice_length and up, float32, with -0 made +0 and
-// the end filled up with -inf to whole packs.
+// A row is cut over the blocks of a cluster: block r has entries r * slice_length and up, float32, the end
+// filled up with -inf to whole packs.
 #pragma once
 
 #include "cluster.cuh"
@@ -9,26 +9,14 @@
 
 namespace pagemill::cuda::sampling {
 
-#ifndef SAMPLE_THREADS
-#define SAMPLE_THREADS 512
-#endif
-constexpr int kThreads = SAMPLE_THREADS;
-#ifndef SAMPLE_BLOCKS
-#define SAMPLE_BLOCKS 2
-#endif
-constexpr int kBlocksPerMultiprocessor = SAMPLE_BLOCKS;
+constexpr int kThreads = 256;
+constexpr int kBlocksPerMultiprocessor = 3;
 constexpr int kWarps = kThreads / kWarpLanes;
 constexpr int kSlicePack = 4;
 // Distances from the largest logit are counted in this many steps; the last stands for all that are further away.
-#ifndef SAMPLE_BUCKETS
-#define SAMPLE_BUCKETS 2048
-#endif
-constexpr int kBuckets = SAMPLE_BUCKETS;
+constexpr int kBuckets = 2048;
 // Entries that are looked at one by one, sorted, in shared memory.
-#ifndef SAMPLE_CANDIDATES
-#define SAMPLE_CANDIDATES 1024
-#endif
-constexpr int kMaxCandidates = SAMPLE_CANDIDATES;
+constexpr int kMaxCandidates = 1024;
 static_assert(kMaxCandidates % kThreads == 0 && kBuckets % kThreads == 0);
 
 constexpr float kInfinity = __builtin_inff();
@@ -66,6 +54,13 @@ struct alignas(16) Partial {
   uint32_t words[8];
 };
 
+// A bucket, with what is estimated or known to lie before it and up to its end.
+struct Edge {
+  int32_t bucket;
+  uint32_t count_before;
+  double mass_before, mass_end;
+};
+
 struct BlockShared {
   union {
     uint32_t counts[kBuckets];
@@ -78,9 +73,7 @@ struct BlockShared {
   Window window;
   Threshold threshold;
   uint32_t num_candidates;
-  int32_t edges[3];
-  uint32_t edge_counts[3];
-  double edge_masses[3], edge_ends[3];
+  Edge edges[2];
   uint32_t total_count;
   int32_t found;
 };
@@ -166,11 +159,14 @@ class Team {
     return combine_lanes(hear_all(identity), combine);
   }
 
-  // Each block gives a value that all its threads know; lane r gets the one of block r, others `identity`.
+  // Each block gives a value that all its threads know; returns those of all blocks by rank, until the next exchange.
   template <typename Value>
-  __device__ __forceinline__ Value collect(Value value, Value identity) {
+  __device__ __forceinline__ const Partial* collect(const Value& value) {
     if (threadIdx.x < kWarpLanes) tell_all(value);
-    return hear_all(identity);
+    barrier();
+    const Partial* all = block_shared().exchange[phase_];
+    phase_ ^= 1;
+    return all;
   }
 
   __device__ int32_t minimum(int32_t value) {
@@ -224,9 +220,9 @@ __device__ __forceinline__ Scanned<Value> scan_threads(Value value, Value (Block
   return {before + (inclusive - value), total};
 }
 
-// Order of float32 as unsigned integers.
+// Order of float32 as unsigned integers; -0 and +0 have one key.
 __device__ __forceinline__ uint32_t ordered_key(float x) {
-  const uint32_t bits = __float_as_uint(x);
+  const uint32_t bits = __float_as_uint(x + 0.0f);
   return bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u);
 }
 __device__ __forceinline__ float value_of_key(uint32_t key) {

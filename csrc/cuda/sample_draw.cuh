@@ -72,7 +72,7 @@ __device__ __forceinline__ Owner find_owner(int count, double before, double tar
   Owner owner{0, before};
   bool is_passed = false;
   for (int i = 0; i < count; ++i) {
-    const double mass = mass_of(i);  // evaluated by all lanes
+    const double mass = mass_of(i);
     if (is_passed || !(mass > 0.0)) continue;
     owner = {i, before};
     before += mass;
@@ -114,42 +114,64 @@ __device__ __forceinline__ int32_t find_in_stretch(const Slice<kResident>& slice
   return hit != INT32_MAX ? hit : last_positive;
 }
 
-// The entry where the running sum of weights, in the order of ids, passes target_of(total): by all blocks, known to
-// all. weight(entry, id) is not negative; at least one is positive.
-template <bool kResident, typename Weight, typename TargetOf>
-__device__ int32_t find_by_mass(Team& team, const Slice<kResident>& slice, Weight weight, TargetOf target_of) {
-  BlockShared& shared = block_shared();
-  const int warp = threadIdx.x / kWarpLanes, lane = threadIdx.x % kWarpLanes;
-  const int32_t packs_per_warp = divide_up(slice.num_packs(), kWarps);
-  const Stretch stretch{warp * packs_per_warp, min((warp + 1) * packs_per_warp, slice.num_packs())};
+// Weights of the stretch, summed by the warp; known to all its lanes.
+template <bool kResident, typename Weight>
+__device__ __forceinline__ double mass_of_stretch(const Slice<kResident>& slice, const Stretch& stretch,
+                                                  Weight weight) {
   double mass = 0.0;
 #pragma unroll 2
-  for (int32_t pack = stretch.first + lane; pack < stretch.end; pack += kWarpLanes) {
+  for (int32_t pack = stretch.first + static_cast<int>(threadIdx.x % kWarpLanes); pack < stretch.end;
+       pack += kWarpLanes) {
     double weights[kSlicePack];
     weigh_pack(slice, pack, weight, weights);
     mass += (weights[0] + weights[1]) + (weights[2] + weights[3]);
   }
-  mass = combine_lanes(mass, [](double a, double b) { return a + b; });
-  __syncthreads();
-  if (lane == 0) shared.warp_masses[warp] = mass;
-  __syncthreads();
-  double block_mass = 0.0;
-  for (int i = 0; i < kWarps; ++i) block_mass += shared.warp_masses[i];
+  return combine_lanes(mass, [](double a, double b) { return a + b; });
+}
 
-  const double collected = team.collect(block_mass, 0.0);
-  const auto mass_of_block = [&](int rank) { return __shfl_sync(0xffffffffu, collected, rank); };
+// The part of the stretch that is this warp's, where the block's warps share it.
+__device__ __forceinline__ Stretch part_of(const Stretch& stretch, int warp) {
+  const int32_t length = divide_up(stretch.end - stretch.first, kWarps);
+  return {min(stretch.first + warp * length, stretch.end), min(stretch.first + (warp + 1) * length, stretch.end)};
+}
+
+// The warps' masses, by warp, for all threads of the block.
+__device__ __forceinline__ const double* share_warp_masses(double mass) {
+  BlockShared& shared = block_shared();
+  __syncthreads();
+  if (threadIdx.x % kWarpLanes == 0) shared.warp_masses[threadIdx.x / kWarpLanes] = mass;
+  __syncthreads();
+  return shared.warp_masses;
+}
+
+// The entry where the running sum of weights, in the order of ids, passes target_of(total): by all blocks, known to
+// all. weight(entry, id) is not negative; at least one is positive.
+template <bool kResident, typename Weight, typename TargetOf>
+__device__ int32_t find_by_mass(Team& team, const Slice<kResident>& slice, Weight weight, TargetOf target_of) {
+  const int warp = threadIdx.x / kWarpLanes;
+  const Stretch whole{0, slice.num_packs()};
+  const double* of_warps = share_warp_masses(mass_of_stretch(slice, part_of(whole, warp), weight));
+  double block_mass = 0.0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) block_mass += of_warps[i];
+  const Partial* of_blocks = team.collect(block_mass);
+  const auto mass_of_block = [&](int rank) { return get<double>(of_blocks[rank]); };
   double total = 0.0;
   for (uint32_t rank = 0; rank < team.size(); ++rank) total += mass_of_block(rank);
   const double target = target_of(total);
   const Owner block = find_owner(static_cast<int>(team.size()), 0.0, target, mass_of_block);
   if (static_cast<int>(team.rank()) == block.index) {
-    const Owner owner = find_owner(kWarps, block.before, target, [&](int i) { return shared.warp_masses[i]; });
+    // The stretch of one warp, once more in parts, so that one warp has little left to look through.
+    Owner owner = find_owner(kWarps, block.before, target, [&](int i) { return of_warps[i]; });
+    const Stretch stretch = part_of(whole, owner.index);
+    of_warps = share_warp_masses(mass_of_stretch(slice, part_of(stretch, warp), weight));
+    owner = find_owner(kWarps, owner.before, target, [&](int i) { return of_warps[i]; });
     if (warp == owner.index) {
-      team.publish(&BlockShared::found, find_in_stretch(slice, stretch, weight, owner.before, target));
+      team.publish(&BlockShared::found, find_in_stretch(slice, part_of(stretch, warp), weight, owner.before, target));
     }
   }
   team.barrier();
-  return shared.found;
+  return block_shared().found;
 }
 
 // The number-th (from 1) of the entries that equal `value`.

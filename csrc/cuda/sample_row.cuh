@@ -1,4 +1,7 @@
 // One row: from logits to a token, and log-probabilities.
+//
+// A block may leave at any time after a barrier: others read its shared memory between two barriers only, and what they
+// write there is written before one.
 #pragma once
 
 #include "sample_draw.cuh"
@@ -57,8 +60,6 @@ class RowSampler {
       if (is_valid && changes) load();
       write_logprobs(is_valid, raw_stats, id, targets);
     }
-    // No block may leave while another reads its shared memory.
-    if (!has_parted_) team_.barrier();
   }
 
   __device__ void logprobs_of(const TokenLogprobsParams& p) {
@@ -67,13 +68,12 @@ class RowSampler {
     const bool is_known = is_usable_index("ids", id, raw_.vocab_size, kNoSkipMark);
     if (is_writer()) p.out_status[row_] = stats.is_valid() ? 0 : 1;
     write_logprobs(stats.is_valid() && is_known, stats, static_cast<int32_t>(id), logprob_targets(p, row_));
-    team_.barrier();
   }
 
  private:
   __device__ __forceinline__ bool is_writer() const { return team_.is_first() && threadIdx.x == 0; }
 
-  __device__ RowStats load() { return team_.all_reduce(slice_.load(raw_), RowStats{}, CombineStats{}); }
+  __device__ __noinline__ RowStats load() { return team_.all_reduce(slice_.load(raw_), RowStats{}, CombineStats{}); }
 
   // Other blocks' memory may be written only once they have begun, which the barrier in two parts tells.
   __device__ RowStats load_first() {
@@ -116,13 +116,21 @@ class RowSampler {
       kept.raise(threshold_by_mass(found, softmax));
     }
     if (cuts.lowest > -kInfinity) kept.raise({cuts.lowest, kLastIndex});
+    return draw_from_slices(kept, softmax, cuts.uniform);
+  }
+
+  __device__ __noinline__ int32_t draw_from_slices(const Threshold& kept, const Softmax& softmax, double uniform) {
+    // Copies, so that the walks find all in registers.
+    const Threshold threshold = kept;
+    const Softmax own_softmax = softmax;
+    const Slice<kResident> slice = slice_;
     return find_by_mass(
-        team_, slice_,
-        [&](float x, int32_t id) {
-          const float weight = softmax(x);
-          return kept.keeps(x, id) ? weight : 0.0f;
+        team_, slice,
+        [=](float x, int32_t id) {
+          const float weight = own_softmax(x);
+          return threshold.keeps(x, id) ? weight : 0.0f;
         },
-        [&](double total) { return cuts.uniform * total; });
+        [=](double total) { return uniform * total; });
   }
 
   __device__ int32_t first_equal(float value) {
@@ -135,10 +143,6 @@ class RowSampler {
   __device__ int32_t draw_in_first(const Selection& found, const ListCuts& cuts, const Softmax& softmax,
                                    bool tells_all) {
     int32_t id = 0;
-    if (!tells_all) {
-      team_.barrier();
-      has_parted_ = true;
-    }
     if (team_.is_first()) {
       id = draw_from_list(static_cast<int>(found.count), cuts, softmax);
       __syncthreads();
@@ -262,7 +266,6 @@ class RowSampler {
   const RawRow raw_;
   const int64_t row_;
   Slice<kResident> slice_;
-  bool has_parted_ = false;  // the blocks no longer read each other's shared memory
 };
 
 }  // namespace pagemill::cuda::sampling

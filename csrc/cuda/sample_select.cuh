@@ -11,12 +11,14 @@
 namespace pagemill::cuda::sampling {
 
 constexpr int kEntriesPerThread = kMaxCandidates / kThreads;
+constexpr int kRankedEntries = 128;
+static_assert(kRankedEntries <= kThreads);
 constexpr int kBucketsPerThread = kBuckets / kThreads;
 // Nats beyond which weights no longer matter to top-p (e^-32 of the largest), and logits to which top-k looks at first.
 constexpr float kReachNats = 32.0f;
 constexpr float kReachLogits = 48.0f;
-// Relative error of the estimated mass that a window makes up for.
-constexpr double kEstimateError = 0.002;
+// Relative error of the estimated mass that a complete list makes up for.
+constexpr double kEstimateError = 0.01;
 
 // What a walk over all entries finds out about a window.
 struct Measure {
@@ -39,6 +41,21 @@ __device__ __forceinline__ int32_t candidate_id(uint64_t candidate) { return sta
 // Sorts the first `count` candidates, ascending. All threads of the block.
 __device__ __noinline__ void sort_list(int count) {
   auto& list = block_shared().candidates;
+  if (count <= kRankedEntries) {
+    // Few: each thread counts what comes before its entry.
+    __syncthreads();
+    const int place = threadIdx.x;
+    const uint64_t mine = place < count ? list[place] : UINT64_MAX;
+    int rank = 0;
+    if (place < count) {
+#pragma unroll 8
+      for (int i = 0; i < count; ++i) rank += list[i] < mine;
+    }
+    __syncthreads();
+    if (place < count) list[rank] = mine;
+    __syncthreads();
+    return;
+  }
   int padded = 2 * kWarpLanes;
   while (padded < count) padded *= 2;
   __syncthreads();
@@ -83,7 +100,8 @@ class Selector {
   // `reach`: distance from the largest entry that the buckets span.
   __device__ __noinline__ Selection select(float reach) {
     constexpr float kSteps = static_cast<float>(kBuckets - 2);
-    const LinearBuckets linear{softmax_.largest, reach > 0.0f ? kSteps / reach : 0.0f, reach / kSteps};
+    const LinearBuckets linear{softmax_.largest, reach > 0.0f ? kSteps / reach : 0.0f,
+                               reach > 0.0f ? reach / kSteps : 0.0f};
     Selection selection;
     Extent extent;
     if (look(linear, true, selection, extent)) return selection;
@@ -158,8 +176,14 @@ class Selector {
     const int share = kBuckets / static_cast<int>(team_.size());
     for (int i = threadIdx.x; i < share && team_.size() > 1; i += kThreads) {
       const int bucket = static_cast<int>(team_.rank()) * share + i;
+      uint32_t counts[kMaxTeam];  // read all before any is used
+#pragma unroll
+      for (uint32_t rank = 0; rank < kMaxTeam; ++rank) {
+        counts[rank] = rank < team_.size() ? team_.shared_of(rank).counts[bucket] : 0;
+      }
       uint32_t sum = 0;
-      for (uint32_t rank = 0; rank < team_.size(); ++rank) sum += team_.shared_of(rank).counts[bucket];
+#pragma unroll
+      for (uint32_t rank = 0; rank < kMaxTeam; ++rank) sum += counts[rank];
       team_.shared_of(0).counts[bucket] = sum;
     }
     team_.barrier();
@@ -184,89 +208,91 @@ class Selector {
     return block_shared().window;
   }
 
-  // Buckets where the running count or mass passes the goal: edges[1]; edges[0] and [2] where it passes a little less
-  // and a little more.
+  // The buckets where the running count or mass passes the goal: edges[0], and, by mass, where it passes a little more:
+  // edges[1].
   template <typename Buckets>
   __device__ __forceinline__ void find_edges(const Buckets& buckets, const Selection& selection, double correction,
                                              int lowest, int highest) {
     uint32_t counts[kBucketsPerThread];
-    double masses[kBucketsPerThread];
     uint32_t count_sum = 0;
-    double mass_sum = 0.0;
 #pragma unroll
     for (int i = 0; i < kBucketsPerThread; ++i) {
       const int bucket = threadIdx.x * kBucketsPerThread + i;
       counts[i] = bucket == kRest ? 0 : block_shared().counts[bucket];
-      masses[i] = By::kNeedsMass && counts[i] > 0
-                      ? static_cast<double>(counts[i]) * static_cast<double>(softmax_(buckets.middle(bucket)))
-                      : static_cast<double>(counts[i]);
       count_sum += counts[i];
-      mass_sum += masses[i];
     }
     const auto count_scan = scan_threads(count_sum, &BlockShared::warp_counts);
-    const auto mass_scan = scan_threads(mass_sum, &BlockShared::warp_masses);
-    const double base = By::kNeedsMass ? base_mass_ : static_cast<double>(base_count_);
-    double target = static_cast<double>(goal_.count), slack = 0.0;
-    if constexpr (By::kNeedsMass) {
-      target = knows_total_ ? selection.wanted - correction : goal_.share * (base + mass_scan.total);
-      slack = kEstimateError * fabs(target - base);
-    }
-    if (threadIdx.x < 3) {
-      // Where no bucket passes: what was not counted does, or nothing needs to.
-      const double edge_target = target + slack * (static_cast<int>(threadIdx.x) - 1);
-      const bool is_past_all = edge_target > base + mass_scan.total;
-      block_shared().edges[threadIdx.x] = is_past_all ? kBuckets - 1 : 0;
-      block_shared().edge_counts[threadIdx.x] = base_count_ + (is_past_all ? count_scan.total : 0);
-      block_shared().edge_masses[threadIdx.x] = block_shared().edge_ends[threadIdx.x] =
-          base + (is_past_all ? mass_scan.total : 0.0);
-    }
-    if (threadIdx.x == 0) block_shared().total_count = base_count_ + count_scan.total;
-    __syncthreads();
     uint32_t count_before = base_count_ + count_scan.before;
-    double mass_before = base + mass_scan.before;
+    if (threadIdx.x == 0) block_shared().total_count = base_count_ + count_scan.total;
+    if constexpr (By::kNeedsMass) {
+      double masses[kBucketsPerThread];
+      double mass_sum = 0.0;
 #pragma unroll
-    for (int i = 0; i < kBucketsPerThread; ++i) {
-      const int bucket = threadIdx.x * kBucketsPerThread + i;
-#pragma unroll
-      for (int edge = 0; edge < 3; ++edge) {
-        const double edge_target = target + slack * (edge - 1);
-        const bool passes = mass_before < edge_target && mass_before + masses[i] >= edge_target;
-        // Where exact sums have shut out buckets, the nearest that is left.
-        const bool is_clamped = (bucket == lowest && mass_before >= edge_target && lowest > 0) ||
-                                (bucket == highest && mass_before + masses[i] < edge_target && highest < kBuckets - 1);
-        if ((passes && bucket >= lowest && bucket <= highest) || is_clamped) {
-          block_shared().edges[edge] = bucket;
-          block_shared().edge_counts[edge] = count_before;
-          block_shared().edge_masses[edge] = mass_before;
-          block_shared().edge_ends[edge] = mass_before + masses[i];
-        }
+      for (int i = 0; i < kBucketsPerThread; ++i) {
+        const float weight = softmax_(buckets.middle(threadIdx.x * kBucketsPerThread + i));
+        masses[i] = static_cast<double>(counts[i]) * static_cast<double>(weight);
+        mass_sum += masses[i];
       }
-      count_before += counts[i];
-      mass_before += masses[i];
+      const auto mass_scan = scan_threads(mass_sum, &BlockShared::warp_masses);
+      const double total = base_mass_ + mass_scan.total;
+      const double target = knows_total_ ? selection.wanted - correction : goal_.share * total;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        find_edge(e, e == 0 ? target : target + kEstimateError * fabs(target - base_mass_), counts, masses,
+                  count_before, base_mass_ + mass_scan.before, total, lowest, highest);
+      }
+    } else {
+      find_edge(0, goal_.count, counts, counts, count_before, count_before, base_count_ + count_scan.total, lowest,
+                highest);
     }
     __syncthreads();
   }
 
-  // One thread. As wide as the list allows: from the largest entry on if it can be, else around the estimate's error.
-  __device__ Window window_of_edges(bool is_first_look) const {
-    const BlockShared& s = block_shared();
-    const auto end_count = [&](int edge) {  // entries up to and with that bucket
-      return s.edges[edge] == kRest ? kUnknownCount : s.edge_counts[edge] + s.counts[s.edges[edge]];
-    };
-    int32_t wide_last = s.edges[2];
-    uint32_t wide_end = end_count(2);
-    if (wide_last == kRest && s.edges[1] < kRest) wide_last = kRest - 1, wide_end = s.total_count;
-    const uint32_t narrow_end = end_count(1);
-    if (is_first_look && wide_end <= kMaxCandidates)
-      return {0, wide_last, 0.0f, 0.0f, wide_end, 0, 0.0, s.edge_ends[2]};
-    if (is_first_look && narrow_end <= kMaxCandidates)
-      return {0, s.edges[1], 0.0f, 0.0f, narrow_end, 0, 0.0, s.edge_ends[1]};
-    if (wide_end != kUnknownCount && wide_end - s.edge_counts[0] <= kMaxCandidates) {
-      return {s.edges[0],       wide_last,        0.0f,          0.0f, wide_end - s.edge_counts[0],
-              s.edge_counts[0], s.edge_masses[0], s.edge_ends[2]};
+  // amounts: counts or masses of the thread's buckets; before: of all larger buckets.
+  template <typename Amount>
+  __device__ __forceinline__ void find_edge(int edge, Amount target, const uint32_t (&counts)[kBucketsPerThread],
+                                            const Amount (&amounts)[kBucketsPerThread], uint32_t count_before,
+                                            Amount before, Amount total, int lowest, int highest) {
+    Edge& found = block_shared().edges[edge];
+    // Where no bucket passes: what was not counted does, or nothing needs to.
+    const bool is_past_all = target > total;
+    if (threadIdx.x == 0) {
+      const auto all = static_cast<double>(is_past_all ? total : before);
+      found = {is_past_all ? kRest : 0, is_past_all ? block_shared().total_count : base_count_, all, all};
     }
-    const uint32_t count = narrow_end == kUnknownCount ? kUnknownCount : narrow_end - s.edge_counts[1];
-    return {s.edges[1], s.edges[1], 0.0f, 0.0f, count, s.edge_counts[1], s.edge_masses[1], s.edge_ends[1]};
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kBucketsPerThread; ++i) {
+      const int bucket = threadIdx.x * kBucketsPerThread + i;
+      const Amount end = before + amounts[i];
+      const bool passes = before < target && end >= target && bucket >= lowest && bucket <= highest;
+      // Where exact sums have shut out buckets, the nearest that is left.
+      const bool is_clamped = (bucket == lowest && before >= target && lowest > 0) ||
+                              (bucket == highest && end < target && highest < kRest);
+      if (passes || is_clamped) found = {bucket, count_before, static_cast<double>(before), static_cast<double>(end)};
+      count_before += counts[i];
+      before = end;
+    }
+  }
+
+  // One thread. From the largest entry on if the list has room for it, then rather a little more than too little; else
+  // one bucket.
+  __device__ __forceinline__ Window window_of_edges(bool is_first_look) const {
+    const BlockShared& s = block_shared();
+    const Edge narrow = s.edges[0];
+    const auto end_count = [&](const Edge& edge) {  // entries up to and with that bucket
+      return edge.bucket == kRest ? kUnknownCount : edge.count_before + s.counts[edge.bucket];
+    };
+    if constexpr (By::kNeedsMass) {
+      Edge wide = s.edges[1];
+      uint32_t end = end_count(wide);
+      if (wide.bucket == kRest && narrow.bucket < kRest) wide.bucket = kRest - 1, end = s.total_count;
+      if (is_first_look && end <= kMaxCandidates) return {0, wide.bucket, 0.0f, 0.0f, end, 0, 0.0, wide.mass_end};
+    }
+    const uint32_t end = end_count(narrow);
+    if (is_first_look && end <= kMaxCandidates) return {0, narrow.bucket, 0.0f, 0.0f, end, 0, 0.0, narrow.mass_end};
+    const uint32_t count = end == kUnknownCount ? kUnknownCount : end - narrow.count_before;
+    return {narrow.bucket, narrow.bucket, 0.0f, 0.0f, count, narrow.count_before, narrow.mass_before, narrow.mass_end};
   }
 
   __device__ __forceinline__ Measure walk(const Window& window, bool gathers, Extent& extent) {
@@ -309,10 +335,15 @@ class Selector {
         return Measure{a.mass_above + b.mass_above, a.mass_inside + b.mass_inside, a.mass_total + b.mass_total};
       });
     }
-    // Orders the list as well.
-    extent = team_.all_reduce(mine, Extent{}, [](const Extent& a, const Extent& b) {
-      return Extent{a.count + b.count, min(a.low_key, b.low_key), max(a.high_key, b.high_key)};
-    });
+    if (!gathers) {
+      extent = team_.all_reduce(mine, Extent{}, [](const Extent& a, const Extent& b) {
+        return Extent{a.count + b.count, min(a.low_key, b.low_key), max(a.high_key, b.high_key)};
+      });
+    } else {
+      extent.count = window.count;
+      // The list is complete after a barrier.
+      if constexpr (!By::kNeedsMass) team_.barrier();
+    }
     return measure;
   }
 

@@ -19,13 +19,19 @@ struct RawRow {
 
 struct RowStats {
   float largest = -kInfinity;
-  float smallest = kInfinity;  // above -inf
-  int32_t is_bad = 0;          // a NaN or +inf was seen
+  float smallest = kInfinity;  // above -inf, of some entries: how far values reach
+  uint32_t is_bad = 0;         // a NaN or +inf was seen
 
-  __device__ __forceinline__ void see(float x) {
-    largest = fmaxf(largest, x);
-    smallest = fminf(smallest, x == -kInfinity ? kInfinity : x);
-    is_bad |= !(x < kInfinity);
+  template <int kCount>
+  __device__ __forceinline__ void see(const float (&x)[kCount]) {
+    bool bad = is_bad != 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      largest = fmaxf(largest, x[i]);
+      bad = bad | !(x[i] < kInfinity);
+    }
+    smallest = fminf(smallest, x[0] == -kInfinity ? kInfinity : x[0]);
+    is_bad = bad ? 1u : 0u;
   }
   __device__ __forceinline__ bool is_valid() const { return is_bad == 0 && largest > -kInfinity; }
 };
@@ -34,6 +40,8 @@ struct CombineStats {
     return {fmaxf(a.largest, b.largest), fminf(a.smallest, b.smallest), a.is_bad | b.is_bad};
   }
 };
+
+constexpr int kLoadsInFlight = 8;  // of a thread, 16 bytes each
 
 // A row of ids: entries begin .. end - 1 of a list.
 struct IdRange {
@@ -87,7 +95,7 @@ class Slice {
 
   __device__ RowStats stats() const {
     RowStats stats;
-    for_each([&](float x, int32_t) { stats.see(x); });
+    for_each_pack<2>([&](const float (&x)[kSlicePack], int32_t) { stats.see(x); });
     return stats;
   }
 
@@ -121,17 +129,27 @@ class Slice {
     int32_t done = 0;
     if (reinterpret_cast<uintptr_t>(source) % kAccessBytes == 0) {
       const int32_t packs = count_ / kCount;
-#pragma unroll 4
-      for (int32_t i = threadIdx.x; i < packs; i += kThreads)
-        keep(i * kCount, load_pack<kCount>(source + i * kCount), stats);
+      for (int32_t first = threadIdx.x; first < packs; first += kLoadsInFlight * kThreads) {
+        Pack<T, kCount> batch[kLoadsInFlight];
+#pragma unroll
+        for (int j = 0; j < kLoadsInFlight; ++j) {
+          const int32_t i = first + j * kThreads;
+          if (i < packs) batch[j] = load_pack<kCount>(source + i * kCount);
+        }
+#pragma unroll
+        for (int j = 0; j < kLoadsInFlight; ++j) {
+          const int32_t i = first + j * kThreads;
+          if (i < packs) keep(i * kCount, batch[j], stats);
+        }
+      }
       done = packs * kCount;
     }
     for (int32_t i = done + threadIdx.x; i < num_packs() * kSlicePack; i += kThreads) {
       Pack<T, 1> one;
       const bool is_filling = i >= count_;
       if (!is_filling) one = load_pack<1>(source + i);
-      const float x = is_filling ? -kInfinity : to_floats(one).values[0] + 0.0f;
-      if (kResident || has_own_memory_) entries()[i] = x;
+      const float x[1] = {is_filling ? -kInfinity : to_floats(one).values[0]};
+      if (kResident || has_own_memory_) entries()[i] = x[0];
       stats.see(x);
     }
     return stats;
@@ -139,12 +157,8 @@ class Slice {
 
   template <typename T, int kCount>
   __device__ __forceinline__ void keep(int32_t place, const Pack<T, kCount>& pack, RowStats& stats) {
-    Floats<kCount> wide = to_floats(pack);
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      wide.values[e] += 0.0f;
-      stats.see(wide.values[e]);
-    }
+    const Floats<kCount> wide = to_floats(pack);
+    stats.see(wide.values);
 #pragma unroll
     for (int e = 0; e < kCount; e += kSlicePack) {
       if (kResident || has_own_memory_) {
@@ -169,41 +183,73 @@ __device__ __forceinline__ bool is_adjusted(const SampleParams& p, int64_t row) 
          (p.masked_offsets != nullptr && p.masked_offsets[row] != p.masked_offsets[row + 1]) || is_penalised(p, row);
 }
 
-// Counts occurrences of ids in windows of kBuckets entries, so that histories of any length need no memory of their
-// own.
-template <bool kResident>
-__device__ __noinline__ void apply_penalties(const SampleParams& p, int64_t row, Slice<kResident>& slice) {
-  auto& counts = block_shared().counts;
-  const float presence = row_value(p.presence_penalty, row, 0.0f);
-  const float frequency = row_value(p.frequency_penalty, row, 0.0f);
-  const float repetition = row_value(p.repetition_penalty, row, 1.0f);
-  // Low bits: occurrences in the output; the high bit: seen in the prompt.
-  constexpr uint32_t kInPrompt = 0x80000000u;
-  const IdRange prompt = row_ids(p.prompt_offsets, p.prompt_ids, row);
-  const IdRange output = row_ids(p.output_offsets, p.output_ids, row);
-  for (int32_t base = 0; base < slice.num_packs() * kSlicePack; base += kBuckets) {
-    for (int i = threadIdx.x; i < kBuckets; i += kThreads) counts[i] = 0;
+struct Penalties {
+  float presence, frequency, repetition;
+
+  __device__ __forceinline__ float apply(float logit, uint32_t occurrences) const {
+    logit = logit > 0.0f ? __fdiv_rn(logit, repetition) : __fmul_rn(logit, repetition);
+    if (occurrences > 0) {
+      logit = __fsub_rn(logit, __fadd_rn(presence, __fmul_rn(frequency, static_cast<float>(occurrences))));
+    }
+    return logit;
+  }
+};
+
+// Calls visit(place) for the ids of the list that lie in the slice from `base` on, below base + width.
+template <bool kResident, typename Visit>
+__device__ __forceinline__ void for_each_id(const IdRange& list, const Slice<kResident>& slice, int32_t base,
+                                            uint32_t width, Visit visit) {
+#pragma unroll 4
+  for (int32_t i = list.begin + threadIdx.x; i < list.end; i += kThreads) {
+    const uint32_t place = static_cast<uint32_t>(slice.place_of(list.ids[i]) - base);
+    if (place < width) visit(place);
+  }
+}
+
+// Occurrences are counted in windows of as many entries as there is memory for, so that histories of any length need
+// none of their own. Counter: an unsigned integer; its high bit: seen in the prompt, the others: occurrences in the
+// output.
+template <typename Counter, bool kResident>
+__device__ __noinline__ void apply_penalties(const Penalties& penalties, const IdRange& prompt, const IdRange& output,
+                                             const Slice<kResident>& slice) {
+  constexpr int kPerWord = sizeof(uint32_t) / sizeof(Counter);
+  constexpr int kBits = 8 * sizeof(Counter);
+  constexpr uint32_t kInPrompt = 1u << (kBits - 1);
+  constexpr int kWidth = kBuckets * kPerWord;
+  auto& words = block_shared().counts;
+  const auto in_word = [](uint32_t place, uint32_t value) { return value << (place % kPerWord * kBits); };
+  for (int32_t base = 0; base < slice.num_packs() * kSlicePack; base += kWidth) {
+    for (int i = threadIdx.x; i < kBuckets; i += kThreads) words[i] = 0;
     __syncthreads();
-    for (int32_t i = output.begin + threadIdx.x; i < output.end; i += kThreads) {
-      const uint32_t place = static_cast<uint32_t>(slice.place_of(output.ids[i]) - base);
-      if (place < kBuckets) atomicAdd(&counts[place], 1u);
-    }
-    for (int32_t i = prompt.begin + threadIdx.x; i < prompt.end; i += kThreads) {
-      const uint32_t place = static_cast<uint32_t>(slice.place_of(prompt.ids[i]) - base);
-      if (place < kBuckets) atomicOr(&counts[place], kInPrompt);
-    }
+    for_each_id(output, slice, base, kWidth,
+                [&](uint32_t place) { atomicAdd(&block_shared().counts[place / kPerWord], in_word(place, 1u)); });
+    for_each_id(prompt, slice, base, kWidth,
+                [&](uint32_t place) { atomicOr(&block_shared().counts[place / kPerWord], in_word(place, kInPrompt)); });
     __syncthreads();
     for (int i = threadIdx.x; i < kBuckets; i += kThreads) {
-      if (counts[i] == 0) continue;
-      const uint32_t occurrences = counts[i] & ~kInPrompt;
-      float logit = slice.entries()[base + i];
-      logit = logit > 0.0f ? __fdiv_rn(logit, repetition) : __fmul_rn(logit, repetition);
-      if (occurrences > 0) {
-        logit = __fsub_rn(logit, __fadd_rn(presence, __fmul_rn(frequency, static_cast<float>(occurrences))));
+      if (words[i] == 0) continue;
+#pragma unroll
+      for (int j = 0; j < kPerWord; ++j) {
+        const uint32_t count = static_cast<Counter>(words[i] >> (j * kBits));
+        float& logit = slice.entries()[base + i * kPerWord + j];
+        if (count != 0) logit = penalties.apply(logit, count & ~kInPrompt);
       }
-      slice.entries()[base + i] = logit + 0.0f;
     }
     __syncthreads();
+  }
+}
+
+template <bool kResident>
+__device__ __forceinline__ void penalise(const SampleParams& p, int64_t row, const Slice<kResident>& slice) {
+  const Penalties penalties{row_value(p.presence_penalty, row, 0.0f), row_value(p.frequency_penalty, row, 0.0f),
+                            row_value(p.repetition_penalty, row, 1.0f)};
+  const IdRange prompt = row_ids(p.prompt_offsets, p.prompt_ids, row);
+  const IdRange output = row_ids(p.output_offsets, p.output_ids, row);
+  // What 15 bits can count takes half the walks.
+  if (output.end - output.begin < 0x8000) {
+    apply_penalties<uint16_t>(penalties, prompt, output, slice);
+  } else {
+    apply_penalties<uint32_t>(penalties, prompt, output, slice);
   }
 }
 
@@ -217,7 +263,7 @@ __device__ void adjust(const SampleParams& p, int64_t row, Slice<kResident>& sli
     if (place >= 0) atomicAdd(slice.entries() + place, p.bias_values[i]);
   }
   __syncthreads();
-  if (is_penalised(p, row)) apply_penalties(p, row, slice);
+  if (is_penalised(p, row)) penalise(p, row, slice);
   const IdRange masked = row_ids(p.masked_offsets, p.masked_ids, row);
   for (int32_t i = masked.begin + threadIdx.x; i < masked.end; i += kThreads) {
     const int32_t place = slice.place_of(masked.ids[i]);
