@@ -10,21 +10,18 @@
 namespace pagemill {
 namespace {
 
-#if !defined(PLAN_TUNABLE)
-#define PLAN_TUNABLE constexpr
-#endif
 // Numbers below were measured on an H200; docs/kernels.md has the runs.
 //
 // A thread block with fewer tiles than it has warps leaves warps idle and makes more partial results to join.
 constexpr int64_t kMinRangeTiles = 4;
 // Joining one more partial result takes as long as a part of a warp's tile does, so that the square root of this times
 // the tiles of a pair is the number of parts that takes least time where memory bandwidth is no limit.
-PLAN_TUNABLE double kTilesPerSquaredPart = 2.5;
+constexpr double kTilesPerSquaredPart = 2.5;
 // With fewer tiles than this to each worker all work is given out at once. With more, workers that turn out to be fast
 // take more of it: they read at rates that differ by 12 % either way.
-PLAN_TUNABLE double kMinDynamicTiles = 40.0;
+constexpr double kMinDynamicTiles = 40.0;
 // Few long pairs: with up to this many tiles to each worker, further pieces cost more to join than they gain.
-PLAN_TUNABLE double kMaxEqualTiles = 512.0;
+constexpr double kMaxEqualTiles = 512.0;
 constexpr double kUniformSlack = 1.1;     // longest pair over the mean one
 constexpr double kOnePassSlack = 1.1;     // time of one pass over that of a perfect balance, with few tiles
 constexpr double kEqualSlack = 1.06;      // the same of equal units, with more
@@ -100,8 +97,8 @@ struct Shares {
   int64_t min_tiles;  // of a later range
   double snap;        // of a range, by which its end moves to that of a pair; above 1: always
 };
-PLAN_TUNABLE Shares kWholePairs{0.5, 0.3, 0.02, 8, 2.0};
-PLAN_TUNABLE Shares kAnyPosition{0.75, 1.0, 0.12, 32, 0.15};
+constexpr Shares kWholePairs{0.5, 0.3, 0.02, 8, 2.0};
+constexpr Shares kAnyPosition{0.75, 1.0, 0.12, 32, 0.15};
 
 void cut_dynamically(Plan& plan, int64_t total, int64_t num_workers, const Shares& shares) {
   const double workers = static_cast<double>(num_workers), ideal = static_cast<double>(total) / workers;

@@ -86,7 +86,7 @@ template <int kHeadSize, typename T>
 int32_t workers_of_head_size(const PagedAttentionParams& p) {
   const DeviceLimits* limits = device_limits();
   if (limits == nullptr) return 0;
-  const auto count = []<typename C, int kBlocks>() -> int32_t {
+  const auto count = [&]<typename C, int kBlocks>() -> int32_t {
     const KernelSetup& made = setup<C, kBlocks>();
     return check_cuda("paged_attention (decode)", made.error) == 0 ? made.resident_blocks : 0;
   };
