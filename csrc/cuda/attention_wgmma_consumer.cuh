@@ -78,6 +78,8 @@ class Consumer {
         const RowState ended = state;
         if (is_last) state = RowState{};
         const bool is_raised = weigh<T>(Scores::unit(params_), scores, state, next_weights, correction);
+        // The wait stays behind the weights because of the branches in weigh(): within one block the compiler moves it
+        // up.
         hold_registers(next_weights);
         product_wait<0>();
         hold_registers(outputs);
