@@ -100,9 +100,9 @@ def make_plan(
     buffer = torch.zeros(run(torch.zeros(0, dtype=torch.int32)).plan_ints, dtype=torch.int32)
     result = run(buffer)
     ints = buffer.tolist()
-    num_entries, entries_at, num_ranges, ranges_at, _, piece_tiles, _, header_version, num_prefill, prefill_at = (
-        ints[:10]
-    )
+    num_entries, entries_at, num_ranges, ranges_at, _, piece_tiles, _, header_version, num_prefill, prefill_at = ints[
+        :10
+    ]
     assert num_ranges >= num_workers
     assert header_version == result.version
     assert (result.has_decode, result.has_prefill) == (num_entries > 0, num_prefill > 0)
