@@ -39,6 +39,7 @@ OTHER_VARIABLES: dict[str, str] = {
     "PAGEMILL_API_KEY": "key that `pagemill chat` and `pagemill complete` send",
     "PAGEMILL_DEMO_MODEL": "path of the demo model's .gguf file",
     "PAGEMILL_CPU_ISA": f"best instruction set to use, if the machine has it: {', '.join(CPU_ISAS)}; unset: all",
+    "PAGEMILL_CUDA_LIBRARY": "file of the CUDA kernels; unset: the one beside the CPU kernels",
     "PAGEMILL_SPIN_US": "microseconds for which idle kernel threads spin before they sleep",
     "PAGEMILL_TRACE_KERNELS": "1 logs each kernel launch",
     "PAGEMILL_PARENT_PID": "set by `pagemill serve` for its processes",

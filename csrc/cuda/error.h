@@ -11,7 +11,8 @@ constexpr int kRefused = 1, kCudaFailed = 2;
 // Formats like printf and returns kRefused.
 [[gnu::format(printf, 1, 2)]] int fail(const char* format, ...);
 
-// 0, or kCudaFailed with the name of the operation and of CUDA's error. Call as check_cuda("rms_norm", cudaGetLastError()).
+// 0, or kCudaFailed with the name of the operation and of CUDA's error. Call as check_cuda("rms_norm",
+// cudaGetLastError()).
 int check_cuda(const char* operation, cudaError_t error);
 
 // Of the current device; asked once per device and process.

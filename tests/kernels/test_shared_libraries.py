@@ -133,10 +133,10 @@ print(out.view(torch.int16).tolist())
 
 
 def test_the_same_build_runs_under_two_versions_of_torch(tmp_path: Path) -> None:
-    """$PAGEMILL_SECOND_TORCH is a Python of this version with another torch; `.ci/run` sets one up."""
-    second = os.environ.get("PAGEMILL_SECOND_TORCH")
+    """$PAGEMILL_TEST_SECOND_TORCH is a Python of this version with another torch; `.ci/run` sets one up."""
+    second = os.environ.get("PAGEMILL_TEST_SECOND_TORCH")
     if not second:
-        pytest.skip("PAGEMILL_SECOND_TORCH names no Python with another version of torch")
+        pytest.skip("PAGEMILL_TEST_SECOND_TORCH names no Python with another version of torch")
     # The package alone, with the libraries of this build beside it: nothing else of this environment.
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "worker" / "kernels", tmp_path / "worker" / "kernels", ignore=ignored)

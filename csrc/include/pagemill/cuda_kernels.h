@@ -1,10 +1,11 @@
 // C interface of the CUDA kernels: the names and Params of kernels.h, on device memory, in the order of a stream.
 //
 // Each function returns 0 after the launch; 1 where an argument is wrong and nothing was launched, or 2 where CUDA
-// failed, with a message in pagemill_cuda_last_error() of the calling thread. None allocates or synchronises, so each can be captured in a CUDA graph. `stream` is a
-// cudaStream_t of the current device. Params' pointers are device memory unless said otherwise. What the CPU kernels
-// check by reading memory (slots, block ids, token ids, positions) is checked on the device in debug builds alone
-// (PAGEMILL_DEVICE_CHECKS); elsewhere a slot or row outside its table is skipped.
+// failed, with a message in pagemill_cuda_last_error() of the calling thread. None allocates or synchronises, so each
+// can be captured in a CUDA graph. `stream` is a cudaStream_t of the current device. Params' pointers are device memory
+// unless said otherwise. What the CPU kernels check by reading memory (slots, block ids, token ids, positions) is
+// checked on the device in debug builds alone (PAGEMILL_DEVICE_CHECKS); elsewhere a slot or row outside its table is
+// skipped.
 #pragma once
 
 #include "pagemill/attention_plan.h"
