@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import worker
+from pagemill.config_loader import OTHER_VARIABLES
 from pagemill.errors import ConfigError
 from pagemill.kernel_variables import CPU_ISAS, check_kernel_variables, cpu_isa_note
 
@@ -48,3 +51,12 @@ def test_a_cap_above_the_machine_is_noted(tmp_path: Path, flags: str, name: str,
     note = cpu_isa_note({"PAGEMILL_CPU_ISA": name}, cpuinfo)
     assert (f"it has {best} at best" in note) if best else note == ""
     assert cpu_isa_note({"PAGEMILL_CPU_ISA": name}, tmp_path / "absent") == ""
+
+
+def test_every_variable_that_the_native_code_or_its_face_reads_is_known_to_the_configuration() -> None:
+    root = Path(worker.__file__).parents[1]
+    sources = [*root.glob("csrc/**/*.cpp"), *root.glob("csrc/**/*.cu"), *root.glob("worker/kernels/*.py")]
+    reads = re.compile(r"(?:getenv|environ\.get|environ)[(\[]\"(PAGEMILL_\w+)\"")
+    names = {name for source in sources for name in reads.findall(source.read_text(encoding="utf-8"))}
+    assert {"PAGEMILL_CPU_ISA", "PAGEMILL_CUDA_LIBRARY", "PAGEMILL_TRACE_KERNELS"} <= names
+    assert names <= OTHER_VARIABLES.keys()
