@@ -77,6 +77,7 @@ def test_activations_match_float64(num_tokens: int, size: int, dtype: torch.dtyp
 
 
 def check_activations(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(1000 * num_tokens + size)
     gate_up = (torch.randn(num_tokens, 2 * size) * 4).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
     for run, reference in [
@@ -86,7 +87,9 @@ def check_activations(num_tokens: int, size: int, dtype: torch.dtype) -> None:
     ]:
         out = torch.empty(num_tokens, size, dtype=dtype)
         run(out, gate_up)
-        torch.testing.assert_close(out.double(), reference * up, rtol=TOLERANCE[dtype] * 2, atol=TOLERANCE[dtype] * 2)
+        # 1 + erf(x) of a negative gate cancels: what is left is as exact as the product of gate and up, not as itself.
+        error = (out.double() - reference * up).abs()
+        assert (error <= TOLERANCE[dtype] * 2 * (gate * up).abs().clamp(min=1)).all(), error.max()
 
 
 def test_activations_match_float64_everywhere(device: str, dtype: torch.dtype) -> None:
