@@ -96,6 +96,10 @@ struct AttentionPlanParams {
   int32_t partition_keys;  // v2: 0 balances over the workers; otherwise a multiple of kDecodeTileKeys
 };
 
+// Decode reads the plan, block tables and seq_slots while the kernel before it in the stream may still run. They may be
+// written by copies and by kernels that end before their successors begin, but not by one of this library's own, which
+// let theirs begin early, directly before.
+//
 // What the host must know to launch. Captured launches stay valid for any plan with the same has_decode, has_prefill
 // and num_workers and with a workspace as large: the kernels of version 1 and 2 are one, which does what the plan says.
 struct AttentionLaunch {
