@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from pagemill.errors import DesyncError
 from pagemill.step import StepPlan
+from worker.kernels import AttentionPlan
 from worker.slots import IntArray, SlotTable
 
 
@@ -32,6 +33,7 @@ class StepBatch:
         query_start: int32 [B + 1], first token of each row; the last entry is T.
         context_lens: int32 [B], tokens of each row's sequence up to and including this step's.
         max_count: the largest of counts.
+        attention_plans: the step's attention plan for each window that the model has; empty on a CPU.
     """
 
     num_tokens: int
@@ -47,6 +49,7 @@ class StepBatch:
     query_start: torch.Tensor
     context_lens: torch.Tensor
     max_count: int
+    attention_plans: dict[int, AttentionPlan] = field(default_factory=dict)
 
 
 class BatchBuilder:
