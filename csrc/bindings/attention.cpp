@@ -35,6 +35,16 @@ AttentionPlanResult plan_attention(Address query_start, Address context_lens, co
   return result;
 }
 
+// bounds: tokens, sequences and positions of a step. heads: query heads, KV heads, head size.
+AttentionPlanResult attention_plan_capacity(const std::vector<int64_t>& bounds, const std::vector<int32_t>& heads,
+                                            int32_t num_workers, int32_t partition_keys) {
+  const AttentionPlanBounds b{bounds.at(0), bounds.at(1), bounds.at(2), heads.at(0),
+                              heads.at(1),  heads.at(2),  num_workers,  partition_keys};
+  AttentionPlanResult result{};
+  raise_on(backend(DeviceType::kCpu), pagemill_attention_plan_capacity(&b, &result));
+  return result;
+}
+
 AttentionLaunch make_launch(Address plan, Address workspace, int64_t workspace_bytes, int32_t num_workers,
                             const AttentionPlanResult& result) {
   AttentionLaunch launch{};
@@ -154,6 +164,7 @@ void bind_attention(py::module_& module) {
       .def(py::init<int, std::vector<int64_t>, std::vector<int64_t>, std::vector<int32_t>, int32_t, int, int>())
       .def("run", &PagedAttention::run);
   module.def("plan_attention", &plan_attention);
+  module.def("attention_plan_capacity", &attention_plan_capacity);
   module.def("attention_workers", &attention_workers);
   module.def("merge_attention", &merge_attention);
 }

@@ -19,6 +19,8 @@ constexpr Backend kCpu = {
     .store_kv = [](const StoreKvParams* p, void*) { return pagemill_store_kv(p); },
     .activation_and_mul = [](const ActivationParams* p, void*) { return pagemill_activation_and_mul(p); },
     .gather_rows = [](const GatherRowsParams* p, void*) { return pagemill_gather_rows(p); },
+    .prepare_step = [](const PrepareStepParams* p, void*) { return pagemill_prepare_step(p); },
+    .scatter = [](const ScatterParams* p, void*) { return pagemill_scatter(p); },
     .copy_blocks = [](const CopyBlocksParams* p, void*) { return pagemill_copy_blocks(p); },
     .swap_blocks = [](const SwapBlocksParams* p, void*) { return pagemill_swap_blocks(p); },
     .sample = [](const SampleParams* p, void*, void*) { return pagemill_sample(p); },
@@ -65,6 +67,8 @@ struct CudaLibrary {
     find(kernels.store_kv, "pagemill_cuda_store_kv");
     find(kernels.activation_and_mul, "pagemill_cuda_activation_and_mul");
     find(kernels.gather_rows, "pagemill_cuda_gather_rows");
+    find(kernels.prepare_step, "pagemill_cuda_prepare_step");
+    find(kernels.scatter, "pagemill_cuda_scatter");
     find(kernels.copy_blocks, "pagemill_cuda_copy_blocks");
     find(kernels.swap_blocks, "pagemill_cuda_swap_blocks");
     find(kernels.sample, "pagemill_cuda_sample");

@@ -30,6 +30,8 @@ struct Backend {
   int (*store_kv)(const StoreKvParams*, void* stream);
   int (*activation_and_mul)(const ActivationParams*, void* stream);
   int (*gather_rows)(const GatherRowsParams*, void* stream);
+  int (*prepare_step)(const PrepareStepParams*, void* stream);
+  int (*scatter)(const ScatterParams*, void* stream);
   int (*copy_blocks)(const CopyBlocksParams*, void* stream);
   int (*swap_blocks)(const SwapBlocksParams*, void* stream);
   int (*sample)(const SampleParams*, void* workspace, void* stream);

@@ -6,6 +6,7 @@
 namespace pagemill::bindings {
 
 void bind_rows(pybind11::module_& module);
+void bind_step(pybind11::module_& module);
 void bind_attention(pybind11::module_& module);
 void bind_sampling(pybind11::module_& module);
 void bind_linear(pybind11::module_& module);

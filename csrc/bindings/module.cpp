@@ -21,6 +21,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("best_cpu_isa", [] { return std::string(cpu_isa_name(best_cpu_isa())); });
   module.def("set_cpu_isa", [](const std::string& name) { set_cpu_isa(parse_cpu_isa(name)); });
   bindings::bind_rows(module);
+  bindings::bind_step(module);
   bindings::bind_attention(module);
   bindings::bind_sampling(module);
   bindings::bind_linear(module);

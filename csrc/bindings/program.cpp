@@ -47,7 +47,7 @@ void add_rms_norm(Program& program, Address out, Address x, Address residual, Ad
   p.residual_stride = strides.at(2);
   p.epsilon = epsilon;
   p.dtype = static_cast<DType>(dtype);
-  p.is_wide = is_wide;
+  p.x_dtype = p.residual_dtype = is_wide ? DType::kFloat32 : p.dtype;
   program.add(p);
 }
 

@@ -17,16 +17,18 @@ struct RmsNorm {
   const Backend& kernels;
   RmsNormParams params{};
 
-  // strides: rows of out, x and residual.
-  RmsNorm(int device, int64_t num_tokens, int64_t hidden, const std::vector<int64_t>& strides, int dtype, bool is_wide)
+  // strides: rows of out, x and residual. dtypes: of out and weight, of x, of the residual.
+  RmsNorm(int device, int64_t num_tokens, int64_t hidden, const std::vector<int64_t>& strides,
+          const std::vector<int>& dtypes)
       : kernels(backend(static_cast<DeviceType>(device))) {
     params.num_tokens = num_tokens;
     params.hidden = hidden;
     params.out_stride = strides.at(0);
     params.x_stride = strides.at(1);
     params.residual_stride = strides.at(2);
-    params.dtype = static_cast<DType>(dtype);
-    params.is_wide = is_wide;
+    params.dtype = static_cast<DType>(dtypes.at(0));
+    params.x_dtype = static_cast<DType>(dtypes.at(1));
+    params.residual_dtype = static_cast<DType>(dtypes.at(2));
   }
 
   void run(Address out, Address x, Address residual, Address weight, float epsilon, Address stream) const {
@@ -231,7 +233,7 @@ void dequantize(Address out, Address blocks, int64_t num_blocks, int type) {
 
 void bind_rows(py::module_& module) {
   py::class_<RmsNorm>(module, "RmsNorm")
-      .def(py::init<int, int64_t, int64_t, std::vector<int64_t>, int, bool>())
+      .def(py::init<int, int64_t, int64_t, std::vector<int64_t>, std::vector<int>>())
       .def("run", &RmsNorm::run);
   py::class_<Rotary>(module, "Rotary")
       .def(py::init<int, int64_t, int64_t, std::vector<int64_t>, std::vector<int32_t>, bool, int, int>())

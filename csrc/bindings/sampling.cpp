@@ -41,8 +41,10 @@ struct Sample {
     p.frequency_penalty = pointer<float>(next());
     p.repetition_penalty = pointer<float>(next());
     p.prompt_offsets = pointer<int32_t>(next());
+    p.prompt_ends = pointer<int32_t>(next());
     p.prompt_ids = pointer<int32_t>(next());
     p.output_offsets = pointer<int32_t>(next());
+    p.output_ends = pointer<int32_t>(next());
     p.output_ids = pointer<int32_t>(next());
     p.bias_offsets = pointer<int32_t>(next());
     p.bias_ids = pointer<int32_t>(next());

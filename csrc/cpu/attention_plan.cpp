@@ -14,23 +14,30 @@ namespace {
 
 thread_local Plan reused_plan;
 
-int check(const AttentionPlanParams& p, int32_t head_size) {
-  if (p.num_seqs < 0) return fail("num_seqs %d is negative", p.num_seqs);
+// Params: AttentionPlanParams or AttentionPlanBounds.
+template <typename Params>
+int check_geometry(const Params& p, int32_t head_size) {
   if (p.num_query_heads <= 0 || p.num_kv_heads <= 0 || p.num_query_heads % p.num_kv_heads != 0) {
     return fail("num_query_heads %d is not a multiple of num_kv_heads %d", p.num_query_heads, p.num_kv_heads);
   }
   if (head_size <= 0 || head_size > 256 || head_size % 8 != 0) {
     return fail("head_size %d is not supported: 64, 80, 96, 112, 128, 192, 256 are", head_size);
   }
-  if (p.window < -1 || p.window == 0) return fail("window is %d: it must be -1 (none) or at least 1", p.window);
   if (p.num_workers < 1 || p.num_workers > kDecodeMaxWorkers) {
     return fail("num_workers is %d: it must lie between 1 and %d", p.num_workers, kDecodeMaxWorkers);
   }
-  if (p.version < AttentionVersion::kAuto || p.version > AttentionVersion::kV2) {
-    return fail("version is %d: 0 (chosen), 1 and 2 are supported", static_cast<int>(p.version));
-  }
   if (p.partition_keys < 0 || p.partition_keys % kDecodeTileKeys != 0) {
     return fail("partition_keys is %d: it must be 0 (balanced) or a multiple of %d", p.partition_keys, kDecodeTileKeys);
+  }
+  return 0;
+}
+
+int check(const AttentionPlanParams& p, int32_t head_size) {
+  if (p.num_seqs < 0) return fail("num_seqs %d is negative", p.num_seqs);
+  if (const int error = check_geometry(p, head_size)) return error;
+  if (p.window < -1 || p.window == 0) return fail("window is %d: it must be -1 (none) or at least 1", p.window);
+  if (p.version < AttentionVersion::kAuto || p.version > AttentionVersion::kV2) {
+    return fail("version is %d: 0 (chosen), 1 and 2 are supported", static_cast<int>(p.version));
   }
   if (p.partition_keys != 0 && p.version == AttentionVersion::kV1) {
     return fail("partition_keys is %d, but version 1 has no partitions", p.partition_keys);
@@ -108,10 +115,10 @@ void gather_work(const AttentionPlanParams& p, Plan& plan) {
   sort_prefill_tiles(p, plan.prefill);
 }
 
-// The same for every plan without a fixed partition, so that a workspace need not grow from step to step.
-int64_t workspace_bytes(const AttentionPlanParams& p, const Plan& plan, int32_t head_size) {
-  const int64_t balanced = 2 * kMaxRangesPerWorker * p.num_workers * decode_slot_floats(kDecodeTileRows, head_size);
-  const int64_t pieces = plan.piece_tiles != 0 ? plan.num_pieces * decode_slot_floats(plan.max_rows, head_size) : 0;
+// The same for every plan without a fixed partition (no pieces), so that a workspace need not grow from step to step.
+int64_t workspace_bytes(int32_t num_workers, int64_t num_pieces, int32_t max_rows, int32_t head_size) {
+  const int64_t balanced = 2 * kMaxRangesPerWorker * num_workers * decode_slot_floats(kDecodeTileRows, head_size);
+  const int64_t pieces = num_pieces * decode_slot_floats(max_rows, head_size);
   return kDecodeCounterBytes + std::max(balanced, pieces) * static_cast<int64_t>(sizeof(float));
 }
 
@@ -163,6 +170,38 @@ extern "C" int pagemill_plan_attention(const pagemill::AttentionPlanParams* para
   result->version = work.version;
   result->has_decode = !work.entries.empty();
   result->has_prefill = !work.prefill.empty();
-  result->workspace_bytes = workspace_bytes(*params, work, head_size);
+  const int64_t num_pieces = work.piece_tiles != 0 ? work.num_pieces : 0;
+  result->workspace_bytes = workspace_bytes(params->num_workers, num_pieces, work.max_rows, head_size);
   return write(work, plan, capacity, result);
+}
+
+extern "C" int pagemill_attention_plan_capacity(const pagemill::AttentionPlanBounds* bounds,
+                                                pagemill::AttentionPlanResult* result) {
+  using namespace pagemill;
+  const AttentionPlanBounds& b = *bounds;
+  if (b.max_tokens < 0 || b.max_seqs < 0 || b.max_model_len < 0) {
+    return fail("max_tokens %lld, max_seqs %lld, max_model_len %lld: none may be negative",
+                static_cast<long long>(b.max_tokens), static_cast<long long>(b.max_seqs),
+                static_cast<long long>(b.max_model_len));
+  }
+  if (const int error = check_geometry(b, b.head_size)) return error;
+  // Rows with new tokens.
+  const int64_t seqs = std::min(b.max_seqs, b.max_tokens);
+  // A sequence's rows fill its entries but for the last, and its queries its tiles but for the last.
+  const int64_t group = b.num_query_heads / b.num_kv_heads;
+  const int64_t entries =
+      std::min(seqs * (kDecodeMaxRows / kDecodeTileRows), seqs + b.max_tokens * group / kDecodeTileRows);
+  const int64_t prefill_tiles = seqs + b.max_tokens / kPrefillTileQueries;
+  const int64_t ranges =
+      std::max<int64_t>(b.num_workers, std::min<int64_t>(b.num_workers * kMaxRangesPerWorker, kDecodeMaxRanges));
+  const int64_t pieces_of_entry =
+      b.partition_keys == 0 ? 0 : (b.max_model_len + b.partition_keys - 1) / b.partition_keys + 1;
+  result->plan_ints = static_cast<int64_t>(sizeof(PlanHeader) + ranges * sizeof(DecodeRange) +
+                                           entries * sizeof(DecodeEntry) + prefill_tiles * sizeof(PrefillTile)) /
+                      static_cast<int64_t>(sizeof(int32_t));
+  result->workspace_bytes =
+      workspace_bytes(b.num_workers, entries * b.num_kv_heads * pieces_of_entry, kDecodeTileRows, b.head_size);
+  result->version = 2;
+  result->has_decode = result->has_prefill = seqs > 0;
+  return 0;
 }

@@ -20,45 +20,66 @@ PAGEMILL_INLINE const T* row_pointer(const void* base, int64_t offset) {
   return static_cast<const T*>(base) + offset;
 }
 
-// X: of x and residual; T: of out and weight.
+// The sum of squares of the row.
+template <typename X>
+PAGEMILL_INLINE float sum_of_squares(const X* x, int64_t n) {
+  const int64_t whole = n / W * W;
+  VecF sum = zero();
+  for (int64_t i = 0; i < whole; i += W) {
+    const VecF value = load(x + i);
+    sum = fma(value, value, sum);
+  }
+  if (whole != n) {
+    const VecF value = load_first(x + whole, n - whole);
+    sum = fma(value, value, sum);
+  }
+  return reduce_add(sum);
+}
+
+// residual += x. The sum of squares of what is stored: rounded, as the next layer sees it.
+template <typename X, typename R>
+PAGEMILL_INLINE float add_to_residual(R* residual, const X* x, int64_t n) {
+  const int64_t whole = n / W * W;
+  VecF sum = zero();
+  for (int64_t i = 0; i < whole; i += W) {
+    store(residual + i, load(residual + i) + load(x + i));
+    const VecF value = load(residual + i);
+    sum = fma(value, value, sum);
+  }
+  if (const int64_t rest = n - whole; rest != 0) {
+    store_first(residual + whole, rest, load_first(residual + whole, rest) + load_first(x + whole, rest));
+    const VecF value = load_first(residual + whole, rest);
+    sum = fma(value, value, sum);
+  }
+  return reduce_add(sum);
+}
+
 template <typename X, typename T>
+PAGEMILL_INLINE void scale_row(T* out, const X* x, const T* weight, int64_t n, float factor) {
+  const int64_t whole = n / W * W;
+  const VecF scale = set1(factor);
+  for (int64_t i = 0; i < whole; i += W) store(out + i, load(x + i) * scale * load(weight + i));
+  if (const int64_t rest = n - whole; rest != 0) {
+    store_first(out + whole, rest, load_first(x + whole, rest) * scale * load_first(weight + whole, rest));
+  }
+}
+
+// X: of x; R: of the residual; T: of out and weight.
+template <typename X, typename R, typename T>
 void rms_norm_rows_of(const RmsNormParams& p, int64_t begin, int64_t end) {
   const T* weight = static_cast<const T*>(p.weight);
-  const int64_t whole = p.hidden / W * W;
-  const int64_t rest = p.hidden - whole;
+  const auto scale_of = [&p](float squares) {
+    return 1.0f / __builtin_sqrtf(squares / static_cast<float>(p.hidden) + p.epsilon);
+  };
   for (int64_t row = begin; row < end; ++row) {
     const X* x = row_pointer<X>(p.x, row * p.x_stride);
     T* out = row_pointer<T>(p.out, row * p.out_stride);
-    VecF sum = zero();
-    const X* source = x;
     if (p.residual != nullptr) {
-      X* residual = row_pointer<X>(p.residual, row * p.residual_stride);
-      for (int64_t i = 0; i < whole; i += W) {
-        store(residual + i, load(residual + i) + load(x + i));
-        // The stored, rounded value is what the next layer sees, so it is what is normalised.
-        const VecF value = load(residual + i);
-        sum = fma(value, value, sum);
-      }
-      if (rest != 0) {
-        store_first(residual + whole, rest, load_first(residual + whole, rest) + load_first(x + whole, rest));
-        const VecF value = load_first(residual + whole, rest);
-        sum = fma(value, value, sum);
-      }
-      source = residual;
+      R* residual = row_pointer<R>(p.residual, row * p.residual_stride);
+      const float squares = add_to_residual(residual, x, p.hidden);
+      scale_row(out, residual, weight, p.hidden, scale_of(squares));
     } else {
-      for (int64_t i = 0; i < whole; i += W) {
-        const VecF value = load(x + i);
-        sum = fma(value, value, sum);
-      }
-      if (rest != 0) {
-        const VecF value = load_first(x + whole, rest);
-        sum = fma(value, value, sum);
-      }
-    }
-    const VecF scale = set1(1.0f / __builtin_sqrtf(reduce_add(sum) / static_cast<float>(p.hidden) + p.epsilon));
-    for (int64_t i = 0; i < whole; i += W) store(out + i, load(source + i) * scale * load(weight + i));
-    if (rest != 0) {
-      store_first(out + whole, rest, load_first(source + whole, rest) * scale * load_first(weight + whole, rest));
+      scale_row(out, x, weight, p.hidden, scale_of(sum_of_squares(x, p.hidden)));
     }
   }
 }
@@ -235,7 +256,14 @@ void merge_attention_rows(const MergeAttentionParams& p, int64_t begin, int64_t 
 void rms_norm_rows(const RmsNormParams& p, int64_t begin, int64_t end) {
   with_element_type(p.dtype, [&](auto element) {
     using T = decltype(element);
-    p.is_wide ? rms_norm_rows_of<float, T>(p, begin, end) : rms_norm_rows_of<T, T>(p, begin, end);
+    const bool has_wide_residual = p.residual != nullptr && p.residual_dtype == DType::kFloat32;
+    if (p.x_dtype == DType::kFloat32) {
+      rms_norm_rows_of<float, float, T>(p, begin, end);
+    } else if (has_wide_residual) {
+      rms_norm_rows_of<T, float, T>(p, begin, end);
+    } else {
+      rms_norm_rows_of<T, T, T>(p, begin, end);
+    }
   });
 }
 void rotary_rows(const RotaryParams& p, int64_t begin, int64_t end) {

@@ -123,8 +123,8 @@ using namespace pagemill;
 int pagemill_rms_norm(const RmsNormParams* params) {
   const RmsNormParams& p = *params;
   const KernelTable& table = kernel_table();
-  const int64_t x_bytes = dtype_bytes(p.is_wide ? DType::kFloat32 : p.dtype) * (p.residual != nullptr ? 2 : 1);
-  for_row_ranges(p.num_tokens, p.hidden * (dtype_bytes(p.dtype) + x_bytes),
+  const int64_t residual_bytes = p.residual != nullptr ? dtype_bytes(p.residual_dtype) : 0;
+  for_row_ranges(p.num_tokens, p.hidden * (dtype_bytes(p.dtype) + dtype_bytes(p.x_dtype) + residual_bytes),
                  [&](int64_t begin, int64_t end) { table.rms_norm_rows(p, begin, end); });
   return 0;
 }

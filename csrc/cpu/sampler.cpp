@@ -40,9 +40,10 @@ struct IdRange {
   bool empty() const { return begin_ == end_; }
 };
 
-IdRange row_ids(const int32_t* offsets, const int32_t* ids, int64_t row) {
+// ends: null where a row's ids end where the next one's begin.
+IdRange row_ids(const int32_t* offsets, const int32_t* ends, const int32_t* ids, int64_t row) {
   if (offsets == nullptr) return {nullptr, nullptr};
-  return {ids + offsets[row], ids + offsets[row + 1]};
+  return {ids + offsets[row], ids + (ends != nullptr ? ends[row] : offsets[row + 1])};
 }
 
 const void* row_logits(const void* logits, DType dtype, int64_t stride, int64_t row) {
@@ -196,8 +197,8 @@ void apply_penalties(const SampleParams& p, int64_t row, float* x) {
   const float frequency = row_value(p.frequency_penalty, row, 0.0f);
   const float repetition = row_value(p.repetition_penalty, row, 1.0f);
   if (presence == 0.0f && frequency == 0.0f && repetition == 1.0f) return;
-  const IdRange prompt = row_ids(p.prompt_offsets, p.prompt_ids, row);
-  const IdRange output = row_ids(p.output_offsets, p.output_ids, row);
+  const IdRange prompt = row_ids(p.prompt_offsets, p.prompt_ends, p.prompt_ids, row);
+  const IdRange output = row_ids(p.output_offsets, p.output_ends, p.output_ids, row);
   auto& counts = scratch.counts;
   if (static_cast<int64_t>(counts.size()) < p.vocab_size) counts.resize(static_cast<size_t>(p.vocab_size), 0);
   // Low bits: occurrences in the output; the sign bit: seen in the prompt.
@@ -227,7 +228,7 @@ const float* adjusted_logits(const SampleParams& p, int64_t row, const void* raw
     for (int32_t i = p.bias_offsets[row]; i < p.bias_offsets[row + 1]; ++i) x[p.bias_ids[i]] += p.bias_values[i];
   }
   apply_penalties(p, row, x);
-  for (const int32_t id : row_ids(p.masked_offsets, p.masked_ids, row)) x[id] = -kInfinity;
+  for (const int32_t id : row_ids(p.masked_offsets, nullptr, p.masked_ids, row)) x[id] = -kInfinity;
   return x;
 }
 
@@ -346,16 +347,20 @@ void run_row(const SampleParams& p, int64_t row) {
   }
 }
 
-int check_ids(const char* name, const int32_t* offsets, const int32_t* ids, int64_t num_rows, int64_t vocab_size) {
+int check_ids(const char* name, const int32_t* offsets, const int32_t* ends, const int32_t* ids, int64_t num_rows,
+              int64_t vocab_size) {
   if (offsets == nullptr) return 0;
   for (int64_t row = 0; row < num_rows; ++row) {
-    if (offsets[row] < 0 || offsets[row + 1] < offsets[row]) {
+    const int32_t end = ends != nullptr ? ends[row] : offsets[row + 1];
+    if (offsets[row] < 0 || end < offsets[row]) {
       return fail("%s offsets descend at row %lld", name, static_cast<long long>(row));
     }
   }
-  for (int32_t i = offsets[0]; i < offsets[num_rows]; ++i) {
-    if (ids[i] < 0 || ids[i] >= vocab_size) {
-      return fail("%s id %d is outside the vocabulary of %lld", name, ids[i], static_cast<long long>(vocab_size));
+  for (int64_t row = 0; row < num_rows; ++row) {
+    for (const int32_t id : row_ids(offsets, ends, ids, row)) {
+      if (id < 0 || id >= vocab_size) {
+        return fail("%s id %d is outside the vocabulary of %lld", name, id, static_cast<long long>(vocab_size));
+      }
     }
   }
   return 0;
@@ -371,10 +376,10 @@ using namespace pagemill;
 int pagemill_sample(const SampleParams* params) {
   const SampleParams& p = *params;
   const int64_t rows = p.num_rows, vocab = p.vocab_size;
-  if (const int error = check_ids("prompt", p.prompt_offsets, p.prompt_ids, rows, vocab)) return error;
-  if (const int error = check_ids("output", p.output_offsets, p.output_ids, rows, vocab)) return error;
-  if (const int error = check_ids("logit_bias", p.bias_offsets, p.bias_ids, rows, vocab)) return error;
-  if (const int error = check_ids("masked", p.masked_offsets, p.masked_ids, rows, vocab)) return error;
+  if (const int error = check_ids("prompt", p.prompt_offsets, p.prompt_ends, p.prompt_ids, rows, vocab)) return error;
+  if (const int error = check_ids("output", p.output_offsets, p.output_ends, p.output_ids, rows, vocab)) return error;
+  if (const int error = check_ids("logit_bias", p.bias_offsets, nullptr, p.bias_ids, rows, vocab)) return error;
+  if (const int error = check_ids("masked", p.masked_offsets, nullptr, p.masked_ids, rows, vocab)) return error;
   if (p.num_rows == 1) {
     run_row(p, 0);
   } else if (p.num_rows > 1) {

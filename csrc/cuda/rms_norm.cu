@@ -30,13 +30,13 @@ __device__ __forceinline__ float norm_scale(float sum_of_squares, const RmsNormP
   return 1.0f / sqrtf(sum_of_squares / static_cast<float>(p.hidden) + p.epsilon);
 }
 
-template <typename X, int kCount>
-__device__ __forceinline__ Pack<X, kCount> add_packs(const Pack<X, kCount>& a, const Pack<X, kCount>& b) {
+template <typename X, typename R, int kCount>
+__device__ __forceinline__ Pack<R, kCount> add_packs(const Pack<X, kCount>& a, const Pack<R, kCount>& b) {
   Floats<kCount> sum = to_floats(a);
   const Floats<kCount> added = to_floats(b);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) sum.values[i] += added.values[i];
-  return to_pack<X>(sum);
+  return to_pack<R>(sum);
 }
 
 template <typename X, int kCount>
@@ -47,8 +47,8 @@ __device__ __forceinline__ float sum_of_squares(const Pack<X, kCount>& pack, flo
   return sum;
 }
 
-template <typename X, typename T, int kCount>
-__device__ __forceinline__ Pack<T, kCount> scale_pack(const Pack<X, kCount>& pack, float scale,
+template <typename R, typename T, int kCount>
+__device__ __forceinline__ Pack<T, kCount> scale_pack(const Pack<R, kCount>& pack, float scale,
                                                       const Pack<T, kCount>& weight) {
   Floats<kCount> out = to_floats(pack);
   const Floats<kCount> weights = to_floats(weight);
@@ -57,27 +57,39 @@ __device__ __forceinline__ Pack<T, kCount> scale_pack(const Pack<X, kCount>& pac
   return to_pack<T>(out);
 }
 
+// The types of a row. X: of x; R: of the residual, which is X or wider; T: of out and weight.
+template <typename XType, typename RType, typename TType>
+struct Row {
+  using X = XType;
+  using R = RType;
+  using T = TType;
+  static constexpr int kCount = kPackOf<R>;  // elements of a pack
+};
+
 // What one thread holds of a row: packs first, first + step, ..
-template <typename X, int kPacks>
+template <typename Row, int kPacks>
 struct RowPart {
-  static constexpr int kCount = kPackOf<X>;
-  Pack<X, kCount> x[kPacks], added[kPacks];
+  using X = typename Row::X;
+  using R = typename Row::R;
+  static constexpr int kCount = Row::kCount;
+  Pack<X, kCount> x[kPacks];
+  Pack<R, kCount> sums[kPacks];  // the residual; after accumulate() what is normalised
 
   __device__ __forceinline__ void load(const RmsNormParams& p, int64_t row, int first, int step, int num_packs) {
     const X* source = static_cast<const X*>(p.x) + row * p.x_stride;
-    const X* residual = static_cast<const X*>(p.residual) + row * p.residual_stride;
+    const R* residual = static_cast<const R*>(p.residual) + row * p.residual_stride;
 #pragma unroll
     for (int j = 0; j < kPacks; ++j) {
       const int i = first + j * step;
       if (i >= num_packs) break;
       x[j] = load_pack<kCount>(source + i * kCount);
-      if (p.residual != nullptr) added[j] = load_pack<kCount>(residual + i * kCount);
+      if (p.residual != nullptr) sums[j] = load_pack<kCount>(residual + i * kCount);
     }
   }
 
   // Adds the residual and stores the sum, which is what is normalised then. Returns the sum of squares.
   __device__ __forceinline__ float accumulate(const RmsNormParams& p, int64_t row, int first, int step, int num_packs) {
-    X* residual = static_cast<X*>(p.residual) + row * p.residual_stride;
+    R* residual = static_cast<R*>(p.residual) + row * p.residual_stride;
     float sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < kPacks; ++j) {
@@ -85,18 +97,21 @@ struct RowPart {
       if (i >= num_packs) break;
       if (p.residual != nullptr) {
         // The stored, rounded value is what the next layer sees.
-        x[j] = add_packs(x[j], added[j]);
-        store_pack(residual + i * kCount, x[j]);
+        sums[j] = add_packs(x[j], sums[j]);
+        store_pack(residual + i * kCount, sums[j]);
+      } else if constexpr (std::is_same_v<X, R>) {
+        sums[j] = x[j];
       }
-      sum = sum_of_squares(x[j], sum);
+      sum = sum_of_squares(sums[j], sum);
     }
     return sum;
   }
 };
 
-template <typename X, typename T, int kPacks>
+template <typename Row, int kPacks>
 struct WeightPart {
-  static constexpr int kCount = kPackOf<X>;
+  using T = typename Row::T;
+  static constexpr int kCount = Row::kCount;
   // Kept in registers where there is room.
   static constexpr bool kIsKept = kPacks <= 2;
   Pack<T, kCount> kept[kIsKept ? kPacks : 1];
@@ -111,28 +126,28 @@ struct WeightPart {
     }
   }
   __device__ __forceinline__ void scale(const RmsNormParams& p, int64_t row, int first, int step, int num_packs,
-                                        float scale, const RowPart<X, kPacks>& part) {
+                                        float scale, const RowPart<Row, kPacks>& part) {
     T* out = static_cast<T*>(p.out) + row * p.out_stride;
 #pragma unroll
     for (int j = 0; j < kPacks; ++j) {
       const int i = first + j * step;
       if (i >= num_packs) break;
       if constexpr (!kIsKept) kept[0] = load_pack<kCount>(static_cast<const T*>(p.weight) + i * kCount);
-      store_pack(out + i * kCount, scale_pack(part.x[j], scale, kept[kIsKept ? j : 0]));
+      store_pack(out + i * kCount, scale_pack(part.sums[j], scale, kept[kIsKept ? j : 0]));
     }
   }
 };
 
 // A block takes every gridDim-th row. The next row is on its way while this one's sum is made.
-template <typename X, typename T, int kPacks>
+template <typename Row, int kPacks>
 __global__ void __launch_bounds__(kMaxThreads) rms_norm_block_kernel(const __grid_constant__ RmsNormParams p) {
   __shared__ float warp_sums[2][kWarpLanes];
-  const int num_packs = static_cast<int>(p.hidden / kPackOf<X>);
+  const int num_packs = static_cast<int>(p.hidden / Row::kCount);
   const int first = threadIdx.x, step = blockDim.x;
   constexpr bool kReadsAhead = kPacks <= 2;
   wait_for_previous_kernel();
-  RowPart<X, kPacks> part, next;
-  WeightPart<X, T, kPacks> weight;
+  RowPart<Row, kPacks> part, next;
+  WeightPart<Row, kPacks> weight;
   int64_t row = blockIdx.x;
   part.load(p, row, first, step, num_packs);
   weight.load(p, first, step, num_packs);
@@ -153,15 +168,15 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_block_kernel(const __gri
 }
 
 // kLanes lanes for each row: head norms.
-template <typename X, typename T, int kLanes>
+template <typename Row, int kLanes>
 __global__ void __launch_bounds__(kWarpRowThreads) rms_norm_lanes_kernel(const __grid_constant__ RmsNormParams p) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kWarpRowThreads / kLanes) + threadIdx.x / kLanes;
   const int lane = threadIdx.x % kLanes;
   // Lanes without a row take part in the shuffles.
-  const int num_packs = row < p.num_tokens ? static_cast<int>(p.hidden / kPackOf<X>) : 0;
+  const int num_packs = row < p.num_tokens ? static_cast<int>(p.hidden / Row::kCount) : 0;
   wait_for_previous_kernel();
-  RowPart<X, 1> part;
-  WeightPart<X, T, 1> weight;
+  RowPart<Row, 1> part;
+  WeightPart<Row, 1> weight;
   part.load(p, row, lane, kLanes, num_packs);
   weight.load(p, lane, kLanes, num_packs);
   const float sum = part.accumulate(p, row, lane, kLanes, num_packs);
@@ -169,44 +184,47 @@ __global__ void __launch_bounds__(kWarpRowThreads) rms_norm_lanes_kernel(const _
 }
 
 // Any width and alignment, element by element; reads a row twice.
-template <typename X, typename T>
+template <typename Row>
 __global__ void __launch_bounds__(kAnyWidthThreads) rms_norm_any_kernel(const __grid_constant__ RmsNormParams p) {
+  using X = typename Row::X;
+  using R = typename Row::R;
+  using T = typename Row::T;
   __shared__ float warp_sums[kWarpLanes];
   wait_for_previous_kernel();
   const int64_t row = blockIdx.x;
   const X* x = static_cast<const X*>(p.x) + row * p.x_stride;
-  X* residual = p.residual != nullptr ? static_cast<X*>(p.residual) + row * p.residual_stride : nullptr;
+  R* residual = p.residual != nullptr ? static_cast<R*>(p.residual) + row * p.residual_stride : nullptr;
   float sum = 0.0f;
   for (int64_t i = threadIdx.x; i < p.hidden; i += kAnyWidthThreads) {
-    X value = x[i];
+    float value = to_float(x[i]);
     if (residual != nullptr) {
-      value = from_float<X>(to_float(value) + to_float(residual[i]));
-      residual[i] = value;
+      residual[i] = from_float<R>(value + to_float(residual[i]));
+      value = to_float(residual[i]);
     }
-    sum = fmaf(to_float(value), to_float(value), sum);
+    sum = fmaf(value, value, sum);
   }
   const float scale = norm_scale(sum_of_block(sum, warp_sums), p);
-  const X* source = residual != nullptr ? residual : x;
   T* out = static_cast<T*>(p.out) + row * p.out_stride;
   for (int64_t i = threadIdx.x; i < p.hidden; i += kAnyWidthThreads) {
-    out[i] = from_float<T>(to_float(source[i]) * scale * to_float(static_cast<const T*>(p.weight)[i]));
+    const float value = residual != nullptr ? to_float(residual[i]) : to_float(x[i]);
+    out[i] = from_float<T>(value * scale * to_float(static_cast<const T*>(p.weight)[i]));
   }
 }
 
-template <typename X, typename T>
+template <typename Row>
 bool allows_packs(const RmsNormParams& p) {
-  constexpr int64_t kCount = kPackOf<X>;
-  constexpr int64_t kOutBytes = kCount * sizeof(T);
+  constexpr int64_t kCount = Row::kCount;
+  constexpr int64_t kXBytes = kCount * sizeof(typename Row::X), kOutBytes = kCount * sizeof(typename Row::T);
   return p.hidden % kCount == 0 && p.x_stride % kCount == 0 && p.out_stride % kCount == 0 &&
          (p.residual == nullptr || (p.residual_stride % kCount == 0 && is_aligned(p.residual, kAccessBytes))) &&
-         is_aligned(p.x, kAccessBytes) && is_aligned(p.out, kOutBytes) && is_aligned(p.weight, kOutBytes);
+         is_aligned(p.x, kXBytes) && is_aligned(p.out, kOutBytes) && is_aligned(p.weight, kOutBytes);
 }
 
 // Threads of a multiprocessor that are given rows at once. Measured: without a residual it pays to keep blocks and read
 // ahead, with one there is enough in flight and blocks that end early make room for the next kernel's.
 constexpr int64_t kResidentThreads = 1024;
 
-template <typename X, typename T, int kPacks>
+template <typename Row, int kPacks>
 int launch_block_rows(const RmsNormParams& p, int64_t num_packs, cudaStream_t stream) {
   const DeviceLimits* limits = device_limits();
   if (limits == nullptr) return 1;
@@ -214,29 +232,29 @@ int launch_block_rows(const RmsNormParams& p, int64_t num_packs, cudaStream_t st
   const int64_t resident = p.residual != nullptr
                                ? p.num_tokens
                                : limits->num_multiprocessors * std::max<int64_t>(1, kResidentThreads / threads);
-  return launch_overlapped("rms_norm", rms_norm_block_kernel<X, T, kPacks>,
+  return launch_overlapped("rms_norm", rms_norm_block_kernel<Row, kPacks>,
                            static_cast<unsigned>(std::min(p.num_tokens, resident)), static_cast<unsigned>(threads),
                            stream, p);
 }
 
-template <typename X, typename T, int kLanes>
+template <typename Row, int kLanes>
 int launch_lanes_per_row(const RmsNormParams& p, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(divide_up<int64_t>(p.num_tokens, kWarpRowThreads / kLanes));
-  return launch_overlapped("rms_norm", rms_norm_lanes_kernel<X, T, kLanes>, blocks, kWarpRowThreads, stream, p);
+  return launch_overlapped("rms_norm", rms_norm_lanes_kernel<Row, kLanes>, blocks, kWarpRowThreads, stream, p);
 }
 
-template <typename X, typename T>
+template <typename Row>
 int launch_rms_norm(const RmsNormParams& p, cudaStream_t stream) {
-  const int64_t num_packs = p.hidden / kPackOf<X>;
-  if (!allows_packs<X, T>(p) || num_packs > 8 * kMaxThreads) {
-    return launch_overlapped("rms_norm", rms_norm_any_kernel<X, T>, static_cast<unsigned>(p.num_tokens),
+  const int64_t num_packs = p.hidden / Row::kCount;
+  if (!allows_packs<Row>(p) || num_packs > 8 * kMaxThreads) {
+    return launch_overlapped("rms_norm", rms_norm_any_kernel<Row>, static_cast<unsigned>(p.num_tokens),
                              kAnyWidthThreads, stream, p);
   }
-  if (num_packs <= kWarpLanes / 2) return launch_lanes_per_row<X, T, kWarpLanes / 2>(p, stream);
-  if (num_packs <= kWarpLanes) return launch_lanes_per_row<X, T, kWarpLanes>(p, stream);
-  if (num_packs <= 2 * kMaxThreads) return launch_block_rows<X, T, 2>(p, num_packs, stream);
-  if (num_packs <= 4 * kMaxThreads) return launch_block_rows<X, T, 4>(p, num_packs, stream);
-  return launch_block_rows<X, T, 8>(p, num_packs, stream);
+  if (num_packs <= kWarpLanes / 2) return launch_lanes_per_row<Row, kWarpLanes / 2>(p, stream);
+  if (num_packs <= kWarpLanes) return launch_lanes_per_row<Row, kWarpLanes>(p, stream);
+  if (num_packs <= 2 * kMaxThreads) return launch_block_rows<Row, 2>(p, num_packs, stream);
+  if (num_packs <= 4 * kMaxThreads) return launch_block_rows<Row, 4>(p, num_packs, stream);
+  return launch_block_rows<Row, 8>(p, num_packs, stream);
 }
 
 }  // namespace
@@ -253,6 +271,10 @@ extern "C" int pagemill_cuda_rms_norm(const pagemill::RmsNormParams* params, voi
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   return cuda::with_element_type(p.dtype, [&](auto element) {
     using T = decltype(element);
-    return p.is_wide ? cuda::launch_rms_norm<float, T>(p, cuda_stream) : cuda::launch_rms_norm<T, T>(p, cuda_stream);
+    if (p.x_dtype == DType::kFloat32) return cuda::launch_rms_norm<cuda::Row<float, float, T>>(p, cuda_stream);
+    if (p.residual != nullptr && p.residual_dtype == DType::kFloat32) {
+      return cuda::launch_rms_norm<cuda::Row<T, float, T>>(p, cuda_stream);
+    }
+    return cuda::launch_rms_norm<cuda::Row<T, T, T>>(p, cuda_stream);
   });
 }

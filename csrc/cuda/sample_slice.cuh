@@ -48,9 +48,11 @@ struct IdRange {
   const int32_t* ids;
   int32_t begin, end;
 };
-__device__ __forceinline__ IdRange row_ids(const int32_t* offsets, const int32_t* ids, int64_t row) {
+// ends: null where a row's ids end where the next one's begin.
+__device__ __forceinline__ IdRange row_ids(const int32_t* offsets, const int32_t* ends, const int32_t* ids,
+                                           int64_t row) {
   if (offsets == nullptr) return {nullptr, 0, 0};
-  return {ids, offsets[row], offsets[row + 1]};
+  return {ids, offsets[row], ends != nullptr ? ends[row] : offsets[row + 1]};
 }
 
 template <typename T>
@@ -243,8 +245,8 @@ template <bool kResident>
 __device__ __forceinline__ void penalise(const SampleParams& p, int64_t row, const Slice<kResident>& slice) {
   const Penalties penalties{row_value(p.presence_penalty, row, 0.0f), row_value(p.frequency_penalty, row, 0.0f),
                             row_value(p.repetition_penalty, row, 1.0f)};
-  const IdRange prompt = row_ids(p.prompt_offsets, p.prompt_ids, row);
-  const IdRange output = row_ids(p.output_offsets, p.output_ids, row);
+  const IdRange prompt = row_ids(p.prompt_offsets, p.prompt_ends, p.prompt_ids, row);
+  const IdRange output = row_ids(p.output_offsets, p.output_ends, p.output_ids, row);
   // What 15 bits can count takes half the walks.
   if (output.end - output.begin < 0x8000) {
     apply_penalties<uint16_t>(penalties, prompt, output, slice);
@@ -257,14 +259,14 @@ __device__ __forceinline__ void penalise(const SampleParams& p, int64_t row, con
 template <bool kResident>
 __device__ void adjust(const SampleParams& p, int64_t row, Slice<kResident>& slice) {
   __syncthreads();
-  const IdRange bias = row_ids(p.bias_offsets, p.bias_ids, row);
+  const IdRange bias = row_ids(p.bias_offsets, nullptr, p.bias_ids, row);
   for (int32_t i = bias.begin + threadIdx.x; i < bias.end; i += kThreads) {
     const int32_t place = slice.place_of(bias.ids[i]);
     if (place >= 0) atomicAdd(slice.entries() + place, p.bias_values[i]);
   }
   __syncthreads();
   if (is_penalised(p, row)) penalise(p, row, slice);
-  const IdRange masked = row_ids(p.masked_offsets, p.masked_ids, row);
+  const IdRange masked = row_ids(p.masked_offsets, nullptr, p.masked_ids, row);
   for (int32_t i = masked.begin + threadIdx.x; i < masked.end; i += kThreads) {
     const int32_t place = slice.place_of(masked.ids[i]);
     if (place >= 0) slice.entries()[place] = -kInfinity;

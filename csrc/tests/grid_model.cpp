@@ -149,7 +149,7 @@ class TinyModel {
     norm.hidden = norm.out_stride = norm.x_stride = kHidden;
     norm.epsilon = 1e-5f;
     norm.dtype = dtype;
-    norm.is_wide = true;
+    norm.x_dtype = norm.residual_dtype = DType::kFloat32;
     program_.add(norm);
     program_.add(LinearCall{&linear_, normed_.data(), qkv_.data(), kHidden, kWidth, dtype, LinearEpilogue::kStore});
     add_attention(dtype, kv_dtype);

@@ -9,11 +9,10 @@
 namespace pagemill::test {
 namespace {
 
-void test_rms_norm(DType dtype, int64_t hidden, bool has_residual, bool is_wide) {
+void test_rms_norm(DType dtype, int64_t hidden, DType x_dtype, bool has_residual, DType residual_dtype) {
   constexpr int64_t kRows = 3;
-  const DType x_dtype = is_wide ? DType::kFloat32 : dtype;
   Numbers out(kRows * hidden, dtype), x(kRows * hidden, x_dtype), weight(hidden, dtype);
-  Numbers residual(kRows * hidden, x_dtype);
+  Numbers residual(kRows * hidden, residual_dtype);
   x.fill(1);
   weight.fill(2);
   residual.fill(3);
@@ -26,7 +25,8 @@ void test_rms_norm(DType dtype, int64_t hidden, bool has_residual, bool is_wide)
   p.hidden = p.out_stride = p.x_stride = p.residual_stride = hidden;
   p.epsilon = 1e-5f;
   p.dtype = dtype;
-  p.is_wide = is_wide;
+  p.x_dtype = x_dtype;
+  p.residual_dtype = residual_dtype;
   expect(pagemill_rms_norm(&p) == 0 && out.is_finite(), "rms_norm");
   for (int64_t row = 0; row < kRows; ++row) {
     double sum = 0;
@@ -153,14 +153,58 @@ void test_merge(DType dtype, int64_t head_size) {
   expect(std::abs(lse_b[0] - std::log(2.0f)) < 1e-6f && lse_b[3] == none, "merge_attention lse");
 }
 
+// Two rows of one and three tokens, an empty one between, and a token of padding.
+void test_prepare_step() {
+  constexpr int64_t kTokens = 5, kSeqs = 3, kSlots = 2, kLength = 12, kBlocks = 2;
+  constexpr int32_t kBlockSize = 8;
+  Buffer<int32_t> ids(kTokens), positions(kTokens), history(kSlots * kLength), blocks(kSlots * kBlocks);
+  Buffer<int32_t> slots(kSeqs), start(kSeqs + 1), lens(kSeqs);
+  Buffer<int64_t> mapping(kTokens);
+  for (int32_t i = 0; i < kSlots * kLength; ++i) history[i] = 100 + i;
+  for (int32_t i = 0; i < kSlots * kBlocks; ++i) blocks[i] = 7 - i;
+  slots[0] = 1;
+  slots[1] = 9;
+  start[1] = start[2] = 1;
+  start[3] = 4;
+  lens[0] = 12;
+  lens[2] = 9;
+  PrepareStepParams p{ids.data(),   positions.data(), mapping.data(), history.data(), blocks.data(), slots.data(),
+                      start.data(), lens.data(),      kTokens,        kSeqs,          kSlots,        kLength,
+                      kBlocks,      kLength,          kBlocks,        kBlockSize};
+  expect(pagemill_prepare_step(&p) == 0, "prepare_step");
+  const int32_t expected[kTokens][3] = {{123, 11, 35}, {106, 6, 62}, {107, 7, 63}, {108, 8, 48}, {0, 0, -1}};
+  for (int64_t t = 0; t < kTokens; ++t) {
+    expect(ids[t] == expected[t][0] && positions[t] == expected[t][1] && mapping[t] == expected[t][2],
+           "prepare_step value");
+  }
+  lens[2] = 13;
+  expect(pagemill_prepare_step(&p) != 0 && std::strstr(pagemill_last_error(), "context_lens[2] is 13"),
+         "prepare_step refuses a position");
+}
+
+void test_scatter(bool values_are_int64) {
+  Buffer<int32_t> target(3), narrow(3);
+  Buffer<int64_t> indices(3), wide(3);
+  for (int32_t i = 0; i < 3; ++i) narrow[i] = 5 + i, wide[i] = 5 + i;
+  indices[0] = 2;
+  indices[1] = -1;
+  ScatterParams p{target.data(), indices.data(), narrow.data(), 3, 3, values_are_int64};
+  if (values_are_int64) p.values = wide.data();
+  expect(pagemill_scatter(&p) == 0 && target[0] == 7 && target[1] == 0 && target[2] == 5, "scatter");
+  indices[0] = 3;
+  expect(pagemill_scatter(&p) != 0 && std::strstr(pagemill_last_error(), "indices[0] is 3"), "scatter refuses");
+}
+
 }  // namespace
 
 void test_rows() {
   for (const DType dtype : kDTypes) {
     for (const int64_t hidden : {1, 16, 37, 64}) {
-      for (const auto& [has_residual, is_wide] :
-           {std::pair{false, false}, {true, false}, {false, true}, {true, true}}) {
-        test_rms_norm(dtype, hidden, has_residual, is_wide);
+      for (const DType x_dtype : {dtype, DType::kFloat32}) {
+        test_rms_norm(dtype, hidden, x_dtype, false, x_dtype);
+        for (const DType residual_dtype : {x_dtype, DType::kFloat32}) {
+          test_rms_norm(dtype, hidden, x_dtype, true, residual_dtype);
+        }
       }
     }
     for (const RotaryLayout layout : {RotaryLayout::kNeox, RotaryLayout::kInterleaved}) {
@@ -176,6 +220,8 @@ void test_rows() {
     }
     for (const int64_t head_size : {64, 80, 7}) test_merge(dtype, head_size);
   }
+  test_prepare_step();
+  for (const bool values_are_int64 : {false, true}) test_scatter(values_are_int64);
 }
 
 void test_blocks() {

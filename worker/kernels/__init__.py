@@ -46,6 +46,7 @@ from worker.kernels.platform import (  # noqa: E402
 from worker.kernels.quantization import dequantize  # noqa: E402
 from worker.kernels.sampling import SamplingBatch, sample, sampling_workspace, token_logprobs  # noqa: E402
 from worker.kernels.skinny_linear import SkinnyLinear, skinny_linear  # noqa: E402
+from worker.kernels.step import prepare_step, scatter  # noqa: E402
 
 __all__ = [
     "AttentionGeometry",
@@ -67,11 +68,13 @@ __all__ = [
     "paged_attention_v1",
     "paged_attention_v2",
     "plan_attention",
+    "prepare_step",
     "rms_norm",
     "rope_and_store",
     "rotary_embedding",
     "sample",
     "sampling_workspace",
+    "scatter",
     "set_cpu_isa",
     "set_num_threads",
     "silu_and_mul",

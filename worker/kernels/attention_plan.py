@@ -72,23 +72,77 @@ class AttentionPlan:
     Buffers grow when a plan needs more and are otherwise reused, so launches captured in a CUDA graph stay valid after
     `update` as long as `num_reallocations` and `flags` stay what they were at the capture.
 
+    Args:
+        num_host_buffers: pinned host buffers, used in turn: the copies of so many plans less one may still be to be made
+            when `update` is called.
+        capacity_ints: length of a plan that the buffers hold at first; `reserve` makes them large enough for good.
+        workspace_bytes: of the workspace at first.
+
     Attributes:
         buffer: int32, the plan on the device.
-        buffer_cpu: int32, the same in (for CUDA: pinned) host memory.
         workspace: uint8, zero when made; kernels leave it reusable.
+
+    Raises:
+        ValueError: num_host_buffers is less than 1.
     """
 
-    def __init__(self, geometry: AttentionGeometry, *, capacity_ints: int = 1024, workspace_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        geometry: AttentionGeometry,
+        *,
+        capacity_ints: int = 1024,
+        workspace_bytes: int = 0,
+        num_host_buffers: int = 1,
+    ) -> None:
+        if num_host_buffers < 1:
+            raise ValueError(f"plan_attention: num_host_buffers is {num_host_buffers}; it must be at least 1")
         self._geometry = geometry
         self._result: Any = None
+        self._num_host_buffers = num_host_buffers
+        self._turn = 0
         self.num_reallocations = 0
         self._allocate(capacity_ints, workspace_bytes)
 
     def _allocate(self, capacity_ints: int, workspace_bytes: int) -> None:
         device = self._geometry.device
-        self.buffer_cpu = torch.zeros(capacity_ints, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.buffer = self.buffer_cpu if device.type == "cpu" else torch.zeros_like(self.buffer_cpu, device=device)
+        # Copies from buffers before these may still be to be made: torch keeps pinned memory until they are.
+        self._host_buffers = [
+            torch.zeros(capacity_ints, dtype=torch.int32, pin_memory=device.type == "cuda")
+            for _ in range(self._num_host_buffers)
+        ]
+        self.buffer = self._host_buffers[0] if device.type == "cpu" else torch.zeros_like(self.buffer_cpu, device=device)
         self.workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
+
+    def reserve(self, max_tokens: int, max_seqs: int, max_model_len: int, *, partition_keys: int = 0) -> None:
+        """Make the buffers large enough for any step, so that no `update` within these bounds reallocates them.
+
+        To be called before launches are captured: it may reallocate itself, which counts as one reallocation.
+
+        Args:
+            max_tokens: new tokens of a step.
+            max_seqs: sequences of a step.
+            max_model_len: tokens of a sequence.
+            partition_keys: the smallest that `update` will be given, other than 0.
+
+        Raises:
+            ValueError: a bound that is negative, or partition_keys that is not supported.
+        """
+        g = self._geometry
+        needed = _C.attention_plan_capacity(
+            [max_tokens, max_seqs, max_model_len], [g.num_query_heads, g.num_kv_heads, g.head_size], g.num_workers,
+            partition_keys,
+        )  # fmt: skip
+        workspace_bytes = self.workspace.numel() if g.device.type == "cpu" else needed.workspace_bytes
+        if needed.plan_ints > self.buffer_cpu.numel() or workspace_bytes > self.workspace.numel():
+            self._allocate(
+                max(needed.plan_ints, self.buffer_cpu.numel()), max(workspace_bytes, self.workspace.numel())
+            )
+            self.num_reallocations += 1
+
+    @property
+    def buffer_cpu(self) -> torch.Tensor:
+        """int32: the newest plan in (for CUDA: pinned) host memory."""
+        return self._host_buffers[self._turn]
 
     @property
     def version(self) -> int:
@@ -115,7 +169,8 @@ class AttentionPlan:
     ) -> None:
         """Plan a step; the copy to the device is ordered by the current stream.
 
-        The host buffer is written at once: the copy of the plan before must have been made by then.
+        A host buffer is written at once: the copy of the plan `num_host_buffers` before this one must have been made by
+        then.
 
         Args:
             query_start: int32 [num_seqs + 1] on the CPU.
@@ -134,6 +189,7 @@ class AttentionPlan:
         dims.sizes["num_seqs + 1"] = dims["num_seqs"] + 1
         dims.tensor("query_start", query_start, ("num_seqs + 1",), _INT32)
         g = self._geometry
+        self._turn = (self._turn + 1) % self._num_host_buffers
         for _ in range(2):
             self._result = _C.plan_attention(
                 query_start.data_ptr(), context_lens.data_ptr(),
@@ -150,6 +206,8 @@ class AttentionPlan:
         if g.device.type == "cuda":
             num_ints = self._result.plan_ints
             self.buffer[:num_ints].copy_(self.buffer_cpu[:num_ints], non_blocking=True)
+        else:
+            self.buffer = self.buffer_cpu
         self._launch = _C.AttentionLaunch(
             self.buffer.data_ptr(), self.workspace.data_ptr(), self.workspace.numel(), g.num_workers, self._result
         )

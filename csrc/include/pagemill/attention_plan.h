@@ -111,6 +111,13 @@ struct AttentionLaunch {
   bool has_decode, has_prefill;
 };
 
+// Steps that a plan's buffers shall be large enough for.
+struct AttentionPlanBounds {
+  int64_t max_tokens, max_seqs, max_model_len;
+  int32_t num_query_heads, num_kv_heads, head_size;
+  int32_t num_workers, partition_keys;  // as in AttentionPlanParams
+};
+
 struct AttentionPlanResult {
   int64_t plan_ints;        // length of the plan
   int64_t workspace_bytes;  // needed by a launch
@@ -127,4 +134,8 @@ extern "C" {
 // library.
 int pagemill_plan_attention(const pagemill::AttentionPlanParams* params, int32_t head_size, int32_t* plan,
                             int64_t capacity, pagemill::AttentionPlanResult* result);
+// plan_ints and workspace_bytes that no plan within the bounds exceeds, whatever its version and window. Returns 0, or
+// non-zero with a message.
+int pagemill_attention_plan_capacity(const pagemill::AttentionPlanBounds* bounds,
+                                     pagemill::AttentionPlanResult* result);
 }

@@ -47,6 +47,8 @@ int pagemill_cuda_rope_and_store(const pagemill::RotaryParams* rotary, const pag
 int pagemill_cuda_store_kv(const pagemill::StoreKvParams* params, void* stream);
 int pagemill_cuda_activation_and_mul(const pagemill::ActivationParams* params, void* stream);
 int pagemill_cuda_gather_rows(const pagemill::GatherRowsParams* params, void* stream);
+int pagemill_cuda_prepare_step(const pagemill::PrepareStepParams* params, void* stream);
+int pagemill_cuda_scatter(const pagemill::ScatterParams* params, void* stream);
 // The addresses and block ids are read from host memory during the call.
 int pagemill_cuda_copy_blocks(const pagemill::CopyBlocksParams* params, void* stream);
 int pagemill_cuda_swap_blocks(const pagemill::SwapBlocksParams* params, void* stream);

@@ -17,6 +17,8 @@ int pagemill_store_kv(const pagemill::StoreKvParams* params);
 int pagemill_paged_attention(const pagemill::PagedAttentionParams* params);
 int pagemill_activation_and_mul(const pagemill::ActivationParams* params);
 int pagemill_gather_rows(const pagemill::GatherRowsParams* params);
+int pagemill_prepare_step(const pagemill::PrepareStepParams* params);
+int pagemill_scatter(const pagemill::ScatterParams* params);
 int pagemill_merge_attention(const pagemill::MergeAttentionParams* params);
 int pagemill_swap_blocks(const pagemill::SwapBlocksParams* params);
 int pagemill_copy_blocks(const pagemill::CopyBlocksParams* params);

@@ -20,6 +20,7 @@ constexpr int64_t kv_bytes(KvDType kv_dtype, DType dtype) {
 }
 
 // out = x / rms(x) * weight over rows of `hidden`. With `residual`: residual += x first, and out is the norm of that.
+// x is of dtype or float32; the residual is of x's type or float32.
 struct RmsNormParams {
   void* out;           // [num_tokens, hidden]
   const void* x;       // [num_tokens, hidden]
@@ -28,8 +29,35 @@ struct RmsNormParams {
   int64_t num_tokens, hidden;
   int64_t out_stride, x_stride, residual_stride;
   float epsilon;
-  DType dtype;
-  bool is_wide;  // x and residual are float32, whatever the dtype of out and weight
+  DType dtype;  // of out and weight
+  DType x_dtype, residual_dtype;
+};
+
+// What a step reads about each new token, from what is known of the sequences. Token t of row b (query_start[b] <= t <
+// query_start[b + 1]) has position context_lens[b] - query_start[b + 1] + t; its id is at that position of the row's
+// history and its slot in the block of the row's table that holds the position. Tokens from query_start[num_seqs] on
+// are padding: id 0, position 0, slot -1.
+struct PrepareStepParams {
+  int32_t* token_ids;           // [num_tokens]
+  int32_t* positions;           // [num_tokens]
+  int64_t* slot_mapping;        // [num_tokens]
+  const int32_t* history;       // [num_slots, max_model_len], rows may be strided
+  const int32_t* block_table;   // [num_slots, max_blocks], rows may be strided
+  const int32_t* seq_slots;     // [num_seqs] row of history and block_table
+  const int32_t* query_start;   // [num_seqs + 1], ascending from 0; rows may be empty
+  const int32_t* context_lens;  // [num_seqs], this step's tokens included
+  int64_t num_tokens, num_seqs, num_slots, max_model_len, max_blocks;
+  int64_t history_stride, block_table_stride;
+  int32_t block_size;
+};
+
+// target[indices[i]] = values[i]; negative indices are skipped. Of equal indices any one's value stays.
+struct ScatterParams {
+  int32_t* target;         // [target_size]
+  const int64_t* indices;  // [num_values]
+  const void* values;      // [num_values] int32 or int64, within int32
+  int64_t target_size, num_values;
+  bool values_are_int64;
 };
 
 enum class RotaryLayout : int32_t {
@@ -163,11 +191,13 @@ struct SampleParams {
   const float* presence_penalty;    // [0]
   const float* frequency_penalty;   // [0]
   const float* repetition_penalty;  // [1]
-  const int32_t* prompt_offsets;    // [num_rows + 1] or null
-  const int32_t* prompt_ids;        // token ids of the prompts, rows end to end
-  const int32_t* output_offsets;    // [num_rows + 1] or null
-  const int32_t* output_ids;        // token ids generated so far, rows end to end
-  const int32_t* bias_offsets;      // [num_rows + 1] or null
+  const int32_t* prompt_offsets;    // [num_rows + 1], or [num_rows] with prompt_ends; or null
+  const int32_t* prompt_ends;  // [num_rows] or null: those of the next row's offset. Row r: offsets[r] .. ends[r] - 1
+  const int32_t* prompt_ids;   // token ids of the prompts, at these places
+  const int32_t* output_offsets;  // as prompt_offsets
+  const int32_t* output_ends;     // as prompt_ends
+  const int32_t* output_ids;      // token ids generated so far
+  const int32_t* bias_offsets;    // [num_rows + 1] or null
   const int32_t* bias_ids;
   const float* bias_values;
   const int32_t* masked_offsets;  // [num_rows + 1] or null
