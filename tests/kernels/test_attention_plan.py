@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from worker.kernels import AttentionGeometry, AttentionPlan
 from worker.kernels._native import load_native
 
 _C = load_native()
@@ -268,3 +269,66 @@ def test_work_is_given_out_once(
 def test_what_is_not_supported_is_named(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_plan(**arguments)
+
+
+def plan_of(context_lens: list[int], query_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    lens = torch.tensor(context_lens, dtype=torch.int32)
+    news = torch.tensor([0, *query_lens], dtype=torch.int32)
+    return news.cumsum(0).int(), lens
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lens=st.lists(st.tuples(st.sampled_from([0, 1, 2, 5, 16, 17, 128, 129, 300]), st.integers(0, 2000)), max_size=12),
+    heads=st.tuples(st.sampled_from([1, 2, 5]), st.sampled_from([1, 4, 8, 20])),
+    num_workers=st.sampled_from([1, 40, 264]),
+    mode=st.sampled_from([("auto", 0), ("v1", 0), ("v2", 0), ("v2", 64), ("auto", 512)]),
+)
+def test_no_plan_exceeds_the_capacity_of_its_bounds(
+    lens: list[tuple[int, int]], heads: tuple[int, int], num_workers: int, mode: tuple[str, int]
+) -> None:
+    bounds = [sum(new for new, _ in lens), len(lens), max([new + past for new, past in lens], default=0)]
+    query_heads, kv_heads = heads[0] * heads[1], heads[0]
+    capacity = _C.attention_plan_capacity(bounds, [query_heads, kv_heads, 128], num_workers, mode[1])
+    query_start, context_lens = plan_of([new + past for new, past in lens], [new for new, _ in lens])
+    plan = _C.plan_attention(
+        query_start.data_ptr(), context_lens.data_ptr(), [len(lens), query_heads, kv_heads, 128], -1, num_workers,
+        VERSIONS[mode[0]], mode[1], 0, 0,
+    )  # fmt: skip
+    assert plan.plan_ints <= capacity.plan_ints
+    assert plan.workspace_bytes <= capacity.workspace_bytes
+
+
+def test_a_plan_with_room_reserved_stays_where_it_is() -> None:
+    plan = AttentionPlan(AttentionGeometry(8, 2, 128, torch.bfloat16, "cpu"), num_host_buffers=3)
+    plan.reserve(8192, 256, 4096)
+    reserved = plan.num_reallocations
+    for context_lens, query_lens in [([4096] * 2, [4096] * 2), ([4000] * 256, [1] * 256), ([50] * 256, [16] * 256)]:
+        plan.update(*plan_of(context_lens, query_lens))
+    assert plan.num_reallocations == reserved
+
+
+def test_host_buffers_are_written_in_turn() -> None:
+    plan = AttentionPlan(AttentionGeometry(8, 2, 128, torch.bfloat16, "cpu"), num_host_buffers=3)
+    addresses, contents = [], []
+    for context_len in (100, 200, 300, 400):
+        plan.update(*plan_of([context_len], [1]))
+        addresses.append(plan.buffer_cpu.data_ptr())
+        contents.append(plan.buffer_cpu.clone())
+        # The two plans before are as they were.
+        for before, content in list(zip(addresses, contents, strict=True))[-3:]:
+            buffer = next(b for b in plan._host_buffers if b.data_ptr() == before)
+            assert torch.equal(buffer, content)
+    assert len(set(addresses)) == 3
+    assert addresses[3] == addresses[0]
+
+
+def test_a_plan_needs_a_host_buffer() -> None:
+    with pytest.raises(ValueError, match="num_host_buffers is 0"):
+        AttentionPlan(AttentionGeometry(8, 2, 128, torch.bfloat16, "cpu"), num_host_buffers=0)
+
+
+def test_negative_bounds_are_refused() -> None:
+    plan = AttentionPlan(AttentionGeometry(8, 2, 128, torch.bfloat16, "cpu"))
+    with pytest.raises(ValueError, match="max_tokens 8, max_seqs -1, max_model_len 64"):
+        plan.reserve(8, -1, 64)

@@ -57,6 +57,24 @@ def test_norms_of_a_float32_residual_write_the_weights_dtype(device: str, dtype:
     assert_close(out, norm_reference(total, weight, 1e-5))
 
 
+@pytest.mark.parametrize("hidden", [5, 64, 96, 576, 577, 4096, 8192])
+def test_a_float32_residual_takes_sums_of_narrower_rows(device: str, dtype: torch.dtype, hidden: int) -> None:
+    x, residual, weight = torch.randn(37, hidden).to(dtype), torch.randn(37, hidden), torch.randn(hidden).to(dtype)
+    total = residual + x.float()
+    out = torch.empty_like(x)
+    kernels.fused_add_rms_norm(out, x, residual, weight, 1e-5)
+    assert torch.equal(residual, total)
+    assert_close(out, norm_reference(total, weight, 1e-5))
+    kernels.fused_add_rms_norm(x, x, residual, weight, 1e-5)
+    assert_close(x, norm_reference(residual, weight, 1e-5))
+
+
+def test_a_residual_is_of_its_rows_dtype_or_float32() -> None:
+    x, weight = torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="residual is float16; supported: bfloat16, float32"):
+        kernels.fused_add_rms_norm(x, x, torch.zeros(2, 8, dtype=torch.float16), weight, 1e-5)
+
+
 def test_embedding_widens_to_float32(device: str, dtype: torch.dtype) -> None:
     table, ids = torch.randn(50, 77).to(dtype), torch.tensor([3, 49, 0, 3], dtype=torch.int32)
     out = torch.empty(4, 77)

@@ -202,6 +202,34 @@ def test_presence_and_frequency_count_the_output_alone(device: str) -> None:
     assert draw(logits, batch)["out_ids"].tolist() == [5, 5, 2, 5]
 
 
+def test_lists_with_ends_may_lie_anywhere_in_a_table_of_histories(device: str) -> None:
+    rows, vocab, longest = 12, 200, 60
+    history = torch.randint(0, vocab, (rows, longest), dtype=torch.int32)
+    prompt_lens, output_lens = torch.randint(0, 30, (rows,)), torch.randint(0, 30, (rows,))
+    order = torch.randperm(rows)
+    starts = (order * longest).int()
+    middles, ends = starts + prompt_lens.int(), starts + (prompt_lens + output_lens).int()
+    parameters = {
+        "presence_penalty": torch.rand(rows), "frequency_penalty": torch.rand(rows),
+        "repetition_penalty": 1 + torch.rand(rows), "temperature": torch.ones(rows), "seeds": torch.arange(rows),
+    }  # fmt: skip
+    logits = torch.randn(rows, vocab)
+    table = SamplingBatch(
+        **parameters, prompt_offsets=starts, prompt_ends=middles, prompt_ids=history.view(-1), output_offsets=middles,
+        output_ends=ends, output_ids=history.view(-1),
+    )  # fmt: skip
+    prompts = [history.view(-1)[a:b] for a, b in zip(starts.tolist(), middles.tolist(), strict=True)]
+    outputs = [history.view(-1)[a:b] for a, b in zip(middles.tolist(), ends.tolist(), strict=True)]
+    zero = torch.zeros(1, dtype=torch.int32)
+    packed = SamplingBatch(
+        **parameters, prompt_offsets=torch.cat([zero, prompt_lens.cumsum(0).int()]), prompt_ids=torch.cat(prompts),
+        output_offsets=torch.cat([zero, output_lens.cumsum(0).int()]), output_ids=torch.cat(outputs),
+    )  # fmt: skip
+    assert torch.equal(draw(logits, table, num_top=1)["out_ids"], draw(logits, packed)["out_ids"])
+    no_penalties = SamplingBatch(temperature=parameters["temperature"], seeds=parameters["seeds"])
+    assert not torch.equal(draw(logits, table)["out_ids"], draw(logits, no_penalties)["out_ids"])
+
+
 def test_masked_ids_are_never_sampled_and_bias_is_added(device: str) -> None:
     logits = torch.zeros(64, 5)
     batch = SamplingBatch(
@@ -252,6 +280,16 @@ def test_token_logprobs_match_float64(device: str, dtype: torch.dtype) -> None:
         ({"masked_offsets": ints(0, 9, 9), "masked_ids": ints(5)}, "masked_offsets end at 9, past 1 masked_ids"),
         ({"masked_offsets": ints(0, 1, 0), "masked_ids": ints(5)}, "masked offsets descend at row 1"),
         ({"prompt_ids": ints(5)}, "prompt_offsets and prompt_ids go together"),
+        ({"output_ends": ints(1, 1)}, "output_offsets and output_ids go together"),
+        (
+            {"output_offsets": ints(0, 0), "output_ends": ints(0, 2), "output_ids": ints(5)},
+            "output_ends end at 2, past 1 output_ids",
+        ),
+        (
+            {"output_offsets": ints(0, 1), "output_ends": ints(1, 0), "output_ids": ints(5)},
+            "output offsets descend at row 1",
+        ),
+        ({"output_offsets": ints(0, 1), "output_ids": ints(5)}, r"output_offsets has shape \[2\]; expected"),
     ],
 )
 def test_bad_input_is_refused_by_name(parameters: dict[str, torch.Tensor], message: str) -> None:

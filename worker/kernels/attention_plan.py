@@ -73,8 +73,8 @@ class AttentionPlan:
     `update` as long as `num_reallocations` and `flags` stay what they were at the capture.
 
     Args:
-        num_host_buffers: pinned host buffers, used in turn: the copies of so many plans less one may still be to be made
-            when `update` is called.
+        num_host_buffers: pinned host buffers, used in turn: the copies of so many plans less one may still be to be
+            made when `update` is called.
         capacity_ints: length of a plan that the buffers hold at first; `reserve` makes them large enough for good.
         workspace_bytes: of the workspace at first.
 
@@ -110,7 +110,8 @@ class AttentionPlan:
             torch.zeros(capacity_ints, dtype=torch.int32, pin_memory=device.type == "cuda")
             for _ in range(self._num_host_buffers)
         ]
-        self.buffer = self._host_buffers[0] if device.type == "cpu" else torch.zeros_like(self.buffer_cpu, device=device)
+        buffer_cpu = self.buffer_cpu
+        self.buffer = buffer_cpu if device.type == "cpu" else torch.zeros_like(buffer_cpu, device=device)
         self.workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
 
     def reserve(self, max_tokens: int, max_seqs: int, max_model_len: int, *, partition_keys: int = 0) -> None:
@@ -134,9 +135,7 @@ class AttentionPlan:
         )  # fmt: skip
         workspace_bytes = self.workspace.numel() if g.device.type == "cpu" else needed.workspace_bytes
         if needed.plan_ints > self.buffer_cpu.numel() or workspace_bytes > self.workspace.numel():
-            self._allocate(
-                max(needed.plan_ints, self.buffer_cpu.numel()), max(workspace_bytes, self.workspace.numel())
-            )
+            self._allocate(max(needed.plan_ints, self.buffer_cpu.numel()), max(workspace_bytes, self.workspace.numel()))
             self.num_reallocations += 1
 
     @property

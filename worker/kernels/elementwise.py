@@ -40,8 +40,8 @@ def fused_add_rms_norm(
 ) -> None:
     """residual += x, rounded to its dtype; out = rms_norm(residual).
 
-    Shapes: out, x, residual [num_tokens, hidden] (rows may be strided; out may be x), weight [hidden]; one dtype, or
-    float32 x and residual with out and weight of another.
+    Shapes: out, x, residual [num_tokens, hidden] (rows may be strided; out may be x), weight [hidden]; one dtype, or a
+    float32 residual with out and weight of another, where x is of either.
     """
     key = (
         x.shape, x.stride(), out.shape, out.stride(), residual.shape, residual.stride(), weight.shape,
@@ -63,7 +63,8 @@ def check_norm(
     dims.tensor("weight", weight, ("hidden",), (out.dtype,))
     if residual is None:
         return [out_stride, x_stride, 0]
-    residual_strides = dims.tensor("residual", residual, ("num_tokens", "hidden"), (x.dtype,), contiguous=False)
+    residual_dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
+    residual_strides = dims.tensor("residual", residual, ("num_tokens", "hidden"), residual_dtypes, contiguous=False)
     return [out_stride, x_stride, residual_strides[0]]
 
 
@@ -72,9 +73,9 @@ def _norm_plan(
 ) -> object:
     dims = Dims(op)
     strides = check_norm(dims, out, x, weight, residual)
-    return _C.RmsNorm(
-        dims.device_code, dims["num_tokens"], dims["hidden"], strides, DTYPE_CODES[out.dtype], x.dtype is not out.dtype
-    ).run  # fmt: skip
+    residual_dtype = x.dtype if residual is None else residual.dtype
+    dtypes = [DTYPE_CODES[dtype] for dtype in (out.dtype, x.dtype, residual_dtype)]
+    return _C.RmsNorm(dims.device_code, dims["num_tokens"], dims["hidden"], strides, dtypes).run
 
 
 def silu_and_mul(out: torch.Tensor, gate_up: torch.Tensor) -> None:

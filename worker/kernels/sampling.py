@@ -24,7 +24,9 @@ _logprob_plans = PlanCache()
 class SamplingBatch:
     """Per-row parameters of `sample`; a field that is None holds for all rows with the value in brackets.
 
-    Lists of ids per row are pairs of int32 tensors: offsets [num_rows + 1] and the ids of all rows end to end.
+    Lists of ids per row are pairs of int32 tensors: offsets [num_rows + 1] and the ids of all rows end to end. With
+    `prompt_ends` or `output_ends` the list of row r is ids[offsets[r] : ends[r]] instead, offsets may be [num_rows], and
+    lists may lie anywhere in `ids`, a table of histories for instance.
     """
 
     temperature: torch.Tensor | None = None  # float32 [0: greedy]; below 1e-5 is greedy
@@ -37,8 +39,10 @@ class SamplingBatch:
     frequency_penalty: torch.Tensor | None = None  # float32 [0]
     repetition_penalty: torch.Tensor | None = None  # float32 [1]
     prompt_offsets: torch.Tensor | None = None  # int32 [num_rows + 1]; read where a row has penalties
+    prompt_ends: torch.Tensor | None = None  # int32 [num_rows] [the next row's offset]
     prompt_ids: torch.Tensor | None = None  # int32
     output_offsets: torch.Tensor | None = None  # int32 [num_rows + 1]; read where a row has penalties
+    output_ends: torch.Tensor | None = None  # int32 [num_rows] [the next row's offset]
     output_ids: torch.Tensor | None = None  # int32
     bias_offsets: torch.Tensor | None = None  # int32 [num_rows + 1]
     bias_ids: torch.Tensor | None = None  # int32
@@ -48,6 +52,7 @@ class SamplingBatch:
 
 
 _ID_LISTS = ("prompt", "output", "bias", "masked")
+_ENDS = ("prompt_ends", "output_ends")
 _BATCH_FIELDS = tuple(f.name for f in fields(SamplingBatch))
 _FIELD_TYPES = {
     **dict.fromkeys(
@@ -60,6 +65,7 @@ _FIELD_TYPES = {
     **dict.fromkeys(
         ("prompt_offsets", "output_offsets", "bias_offsets", "masked_offsets"), (("num_rows + 1",), _INT32)
     ),
+    **dict.fromkeys(("prompt_ends", "output_ends"), (("num_rows",), _INT32)),
     "prompt_ids": (("num_prompt_ids",), _INT32),
     "output_ids": (("num_output_ids",), _INT32),
     "bias_ids": (("num_bias_ids",), _INT32),
@@ -141,9 +147,11 @@ def sample(
 
 def _check_end(name: str, batch: SamplingBatch) -> None:
     offsets, ids = getattr(batch, f"{name}_offsets"), getattr(batch, f"{name}_ids")
-    end = int(offsets[-1])
+    ends = getattr(batch, f"{name}_ends", None)
+    end = int(offsets[-1]) if ends is None else int(ends.max()) if len(ends) else 0
     if end > ids.shape[0]:
-        raise ValueError(f"sample: {name}_offsets end at {end}, past {ids.shape[0]} {name}_ids")
+        what = "offsets" if ends is None else "ends"
+        raise ValueError(f"sample: {name}_{what} end at {end}, past {ids.shape[0]} {name}_ids")
 
 
 def _sample_plan(
@@ -152,13 +160,15 @@ def _sample_plan(
     dims = Dims("sample")
     stride = dims.tensor("logits", logits, ("num_rows", "vocab_size"), _ACTIVATIONS, contiguous=False)[0]
     dims.sizes["num_rows + 1"] = dims["num_rows"] + 1
-    for name, tensor in zip(_BATCH_FIELDS, params, strict=True):
-        if tensor is not None:
-            dims.tensor(name, tensor, *_FIELD_TYPES[name])
-    given = {name for name, tensor in zip(_BATCH_FIELDS, params, strict=True) if tensor is not None}
+    given = {name: tensor for name, tensor in zip(_BATCH_FIELDS, params, strict=True) if tensor is not None}
+    for name, tensor in given.items():
+        shape, dtypes = _FIELD_TYPES[name]
+        if name.replace("_offsets", "_ends") in given and tensor.shape == (dims["num_rows"],):
+            shape = ("num_rows",)
+        dims.tensor(name, tensor, shape, dtypes)
     for name in _ID_LISTS:
-        parts = [field for field in _BATCH_FIELDS if field.startswith(f"{name}_")]
-        if 0 < len(given.intersection(parts)) < len(parts):
+        parts = [field for field in _BATCH_FIELDS if field.startswith(f"{name}_") and field not in _ENDS]
+        if 0 < len(given.keys() & set(parts)) < len(parts) or (f"{name}_ends" in given and parts[0] not in given):
             raise ValueError(f"sample: {' and '.join(parts)} go together")
     out_ids, out_logprobs, out_ranks, out_status, out_top_ids, out_top_logprobs = outputs
     dims.tensor("out_ids", out_ids, ("num_rows",), _INT64)
