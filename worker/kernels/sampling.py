@@ -25,7 +25,7 @@ class SamplingBatch:
     """Per-row parameters of `sample`; a field that is None holds for all rows with the value in brackets.
 
     Lists of ids per row are pairs of int32 tensors: offsets [num_rows + 1] and the ids of all rows end to end. With
-    `prompt_ends` or `output_ends` the list of row r is ids[offsets[r] : ends[r]] instead, offsets may be [num_rows], and
+    `prompt_ends` or `output_ends` the list of row r is ids[offsets[r] : ends[r]] instead, offsets may be [num_rows] and
     lists may lie anywhere in `ids`, a table of histories for instance.
     """
 
