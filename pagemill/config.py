@@ -7,14 +7,16 @@ ones), the command line. An unknown key anywhere is refused by name.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from pagemill.api_keys import ApiKeys
 from pagemill.errors import ConfigError
 
 BLOCK_SIZES = (8, 16, 32, 64)
+DEFAULT_CPU_KV_CACHE_GIB = 1.0
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.90
 
 
 def _known_block_size(block_size: int) -> int:
@@ -96,10 +98,12 @@ class SchedulerSettings(CommonSettings):
 
     host: str = Field("127.0.0.1", description="address that routers and workers dial")
     port: Port = Field(50052, description="port that routers and workers dial; 0 picks one")
-    max_num_batched_tokens: int = Field(
-        2048, ge=1, description="most tokens in one step, where the worker does not hold less (512 on a CPU)"
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, description="most tokens in one step; unset: as many as the worker holds"
     )
-    max_num_seqs: int = Field(256, ge=1, description="most sequences running at once")
+    max_num_seqs: int | None = Field(
+        None, ge=1, description="most sequences running at once; unset: as many as the worker holds"
+    )
     max_queued_requests: int = Field(1024, ge=1, description="requests waiting; more are refused")
     max_queued_tokens: int = Field(4 << 20, ge=1, description="prompt tokens waiting; more are refused")
     enable_prefix_caching: bool = Field(True, description="share KV of common prefixes")
@@ -115,18 +119,50 @@ class WorkerSettings(CommonSettings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to run; auto takes CUDA if present")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half"] = Field("auto", description="weights and KV")
     load_format: Literal["auto", "safetensors", "pt", "gguf", "dummy", "hf"] = Field("auto", description="weight files")
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = Field(
+        "auto", description="KV cache: auto as weights, fp8 (as fp8_e4m3) in 8 bits"
+    )
     block_size: BlockSize = Field(16, description="tokens per KV block: 8, 16, 32 or 64")
     num_blocks: int | None = Field(None, ge=2, description="KV blocks; unset: from memory")
-    kv_cache_gib: float = Field(1.0, gt=0, description="KV memory on CPU, where num_blocks is unset")
-    gpu_memory_utilization: float = Field(0.90, gt=0, le=1, description="share of GPU memory to use")
+    kv_cache_gib: float | None = Field(
+        None, gt=0, description="KV memory; unset: 1 GiB on a CPU, what gpu_memory_utilization leaves on a GPU"
+    )
+    gpu_memory_utilization: float | None = Field(
+        None, gt=0, le=1, description="share of a GPU's memory that may be in use, by all processes; unset: 0.90"
+    )
     max_model_len: int | None = Field(None, ge=1, description="longest sequence; unset: the model's own")
-    max_num_seqs: int = Field(256, ge=1, description="sequence slots")
+    max_num_seqs: int | None = Field(
+        None, ge=1, description="sequence slots; unset: 256 on a CPU, on a GPU 1024, with less than 70 GiB 256"
+    )
     max_num_batched_tokens: int | None = Field(
-        None, ge=1, description="most tokens that a step may hold; unset: 512 on a CPU, 8192 on a GPU"
+        None,
+        ge=1,
+        description="most tokens that a step may hold; unset: 512 on a CPU, on a GPU 8192, with less than 70 GiB 2048",
     )
     num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; unset: chosen from the cores")
     enforce_eager: bool = Field(False, description="no CUDA graphs")
     seed: int = Field(0, ge=0, description="seed of dummy weights")
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        if self.num_blocks is not None and self.kv_cache_gib is not None:
+            raise ValueError(
+                f"num_blocks is {self.num_blocks} and kv_cache_gib is {self.kv_cache_gib:g}: both size the KV cache, "
+                "give one of them"
+            )
+        if self.device == "cpu" and self.gpu_memory_utilization is not None:
+            raise ValueError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization:g} and device is cpu: on a CPU kv_cache_gib "
+                "or num_blocks sizes the KV cache"
+            )
+        held = self.num_blocks and self.num_blocks * self.block_size
+        if held and self.max_model_len is not None and held < self.max_model_len:
+            raise ValueError(
+                f"max_model_len is {self.max_model_len} and num_blocks is {self.num_blocks}: with block_size "
+                f"{self.block_size} the KV cache holds {held} tokens, {-(-self.max_model_len // self.block_size)} "
+                "blocks are needed"
+            )
+        return self
 
 
 class ServeSettings(CommonSettings):

@@ -22,15 +22,18 @@ class EngineArgs:
         model: directory, .gguf file or hub id; empty is the demo model.
         tokenizer: directory, tokenizer.json or .gguf; empty is the model's own.
         chat_template: Jinja file or text; empty is the model's own.
-        dtype: of weights and KV cache; auto follows the model's config.
+        dtype: of weights and activations; auto follows the model's config.
         device: auto takes CUDA where it is present.
         max_model_len: longest sequence in tokens; None is the model's own.
         block_size: tokens per KV block: 8, 16, 32 or 64.
         num_blocks: KV blocks; None is chosen from memory.
-        kv_cache_gib: KV memory on CPU where num_blocks is None.
-        gpu_memory_utilization: share of GPU memory to use.
-        max_num_seqs: most sequences running at once.
-        max_num_batched_tokens: most tokens in one step; None is 512 on a CPU, 8192 on a GPU.
+        kv_cache_dtype: auto is that of the weights; fp8 (as fp8_e4m3) or fp8_e5m2 hold twice as many tokens.
+        kv_cache_gib: KV memory where num_blocks is None; None is 1 GiB on a CPU and on a GPU what is left of
+            gpu_memory_utilization.
+        gpu_memory_utilization: share of a GPU's memory that may be in use, by all processes; None is 0.90.
+        max_num_seqs: most sequences running at once; None is 256 on a CPU, 1024 on a GPU (256 with less than 70 GiB).
+        max_num_batched_tokens: most tokens in one step; None is 512 on a CPU, 8192 on a GPU (2048 with less than 70
+            GiB).
         enable_prefix_caching: share KV of common prefixes.
         enforce_eager: no CUDA graphs.
         tensor_parallel_size: GPUs that share one model; 1 is supported.
@@ -49,9 +52,10 @@ class EngineArgs:
     max_model_len: int | None = None
     block_size: int = 16
     num_blocks: int | None = None
-    kv_cache_gib: float = 1.0
-    gpu_memory_utilization: float = 0.90
-    max_num_seqs: int = 256
+    kv_cache_dtype: str = "auto"
+    kv_cache_gib: float | None = None
+    gpu_memory_utilization: float | None = None
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
@@ -85,6 +89,8 @@ class EngineArgs:
             return WorkerSettings(**values)
         except ValidationError as err:
             problem = err.errors()[0]
-            name = str(problem["loc"][0])
             message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            if not problem["loc"]:
+                raise ConfigError(message, field=message.split()[0]) from None
+            name = str(problem["loc"][0])
             raise ConfigError(f"{name} is {values[name]!r}: {message}", field=name) from None

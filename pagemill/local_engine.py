@@ -91,7 +91,7 @@ class LocalEngine:
         self.capacity = self._runner.capacity
         self._limits = SchedulerLimits(
             max_num_batched_tokens=args.max_num_batched_tokens or self.capacity.max_step_tokens,
-            max_num_seqs=args.max_num_seqs,
+            max_num_seqs=args.max_num_seqs or self.capacity.num_slots,
             max_queued_requests=args.max_queued_requests,
             max_queued_tokens=max(1 << 22, args.max_queued_requests),
             enable_prefix_caching=args.enable_prefix_caching,

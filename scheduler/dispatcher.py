@@ -256,7 +256,7 @@ class Dispatcher:
         engine = self._choose(request)
         if engine is None:
             self._park(key, request)
-        elif engine.num_commands > 2 * self._settings.max_queued_requests + self._settings.max_num_seqs:
+        elif engine.num_commands > 2 * self._settings.max_queued_requests + engine.core.limits.max_num_seqs:
             self._fail(key, OverloadedError("too many requests arrive at once", retry_after_ms=RETRY_AFTER_MS))
         else:
             placement.engine = engine

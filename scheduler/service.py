@@ -88,8 +88,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             await abort_with(context, error)
         settings = self._settings
         limits = SchedulerLimits(
-            max_num_batched_tokens=min(settings.max_num_batched_tokens, capacity.max_step_tokens),
-            max_num_seqs=min(settings.max_num_seqs, capacity.num_slots),
+            max_num_batched_tokens=_smaller(settings.max_num_batched_tokens, capacity.max_step_tokens),
+            max_num_seqs=_smaller(settings.max_num_seqs, capacity.num_slots),
             max_queued_requests=settings.max_queued_requests,
             max_queued_tokens=settings.max_queued_tokens,
             enable_prefix_caching=settings.enable_prefix_caching,
@@ -121,6 +121,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         if end is not None:
             _log.warning("worker %s lost: %s", hello.worker_id, end.message)
             await abort_with(context, end)
+
+
+def _smaller(setting: int | None, held: int) -> int:
+    """What the worker holds, where no smaller number is set."""
+    return held if setting is None else min(setting, held)
 
 
 async def _first_message(context: Context, kind: str) -> Any:

@@ -320,15 +320,24 @@ def open_source(source: ModelSource, load_format: str, *, seed: int, absent_if_r
     raise ModelLoadError(f"{source.path}: no weight files for load_format {load_format}", field="load_format")
 
 
-def model_fingerprint(config: dict[str, Any], source: WeightSource, dtype: torch.dtype, seed: int) -> str:
+def model_fingerprint(
+    config: dict[str, Any],
+    source: WeightSource,
+    dtype: torch.dtype,
+    seed: int,
+    kv_dtype: torch.dtype | None = None,
+) -> str:
     """Hex digest that is equal for workers which compute the same.
 
-    It covers config, dtype, names and sizes of the weight files, and samples of their content. Modification times are
-    left out, so that copies of a model on several machines agree.
+    It covers config, dtype, that of the KV cache where it is another (None is dtype), names and sizes of the weight
+    files, and samples of their content. Modification times are left out, so that copies of a model on several machines
+    agree.
     """
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     digest.update(dtype_name(dtype).encode())
+    if kv_dtype not in (None, dtype):
+        digest.update(f"kv {kv_dtype}".encode())
     if not source.files:
         digest.update(f"random {seed}".encode())
     sample_bytes = 1 << 16

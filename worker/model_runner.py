@@ -15,8 +15,16 @@ from pagemill.model_source import load_config, resolve_model
 from pagemill.step import PromptChunkLogprobs, SlotFailure, StepPlan, StepResult, TokenLogprobs, WorkerCapacity
 from worker import kernels
 from worker.batch import BatchBuilder, StepBatch
-from worker.device import dtype_from_name, dtype_name, pick_device, pick_dtype, pick_max_step_tokens
-from worker.kv_cache import allocate_cache, choose_num_blocks
+from worker.device import (
+    dtype_from_name,
+    dtype_name,
+    pick_device,
+    pick_dtype,
+    pick_kv_dtype,
+    pick_max_num_seqs,
+    pick_max_step_tokens,
+)
+from worker.kv_cache import KVLayout, allocate_cache, check_context, cpu_blocks
 from worker.layers.context import LayerContext
 from worker.loader import WeightReader, model_fingerprint, open_source
 from worker.models import CausalLM, resolve
@@ -51,37 +59,39 @@ class ModelRunner:
         self.dtype = pick_dtype(
             settings.dtype, dtype_from_name(config.get("dtype") or config.get("torch_dtype")), self.device
         )
+        kv_dtype = pick_kv_dtype(settings.kv_cache_dtype, self.dtype)
         logger.info("loading %s from %s as %s", source.name, source.path, dtype_name(self.dtype))
         self._model = resolve(config)(config, LayerContext(self.dtype, self.device.torch_device))
         weight_source = open_source(
             source, settings.load_format, seed=settings.seed, absent_if_random=self._model.optional_weights
         )
-        self.fingerprint = model_fingerprint(config, weight_source, self.dtype, settings.seed)
+        self.fingerprint = model_fingerprint(config, weight_source, self.dtype, settings.seed, kv_dtype)
         reader = WeightReader(weight_source, self.dtype)
         self._model.load_weights(reader)
         reader.warn_unused()
         max_model_len = self._max_model_len(settings)
         max_step_tokens = pick_max_step_tokens(settings.max_num_batched_tokens, self.device)
-        num_blocks = choose_num_blocks(
-            self._model.kv_spec, self.dtype, settings.block_size, settings.num_blocks, settings.kv_cache_gib
-        )
+        max_num_seqs = pick_max_num_seqs(settings.max_num_seqs, self.device)
+        layout = KVLayout(self._model.kv_spec, kv_dtype, settings.block_size)
+        num_blocks = cpu_blocks(layout, settings)
+        check_context(num_blocks, layout, settings, self._model.max_positions, self.device)
         self.capacity = WorkerCapacity(
             num_blocks=num_blocks,
             block_size=settings.block_size,
-            num_slots=settings.max_num_seqs,
+            num_slots=max_num_seqs,
             max_model_len=max_model_len,
             vocab_size=self._model.vocab_size,
             max_step_tokens=max_step_tokens,
-            kv_bytes_per_token=self._model.kv_spec.bytes_per_token(self.dtype),
+            kv_bytes_per_token=layout.bytes_per_token,
             shares_prefixes=not self._model.kv_depends_on_prompt_length,
         )
         self._model.allocate(max_step_tokens, max_model_len)
-        self._cache = allocate_cache(self._model.kv_spec, self.dtype, settings.block_size, num_blocks, self.device)
-        self._table = SlotTable(settings.max_num_seqs, max_model_len, settings.block_size, num_blocks)
+        self._cache = allocate_cache(self._model.kv_spec, kv_dtype, settings.block_size, num_blocks, self.device)
+        self._table = SlotTable(max_num_seqs, max_model_len, settings.block_size, num_blocks)
         self._builder = BatchBuilder(self._table, max_step_tokens)
         self._sampler = Sampler(self._table, self._model.vocab_size)
-        self._prompt_logprob_slots = np.full(settings.max_num_seqs, -1, dtype=np.int32)
-        self._failed = np.zeros(settings.max_num_seqs, dtype=np.bool_)
+        self._prompt_logprob_slots = np.full(max_num_seqs, -1, dtype=np.int32)
+        self._failed = np.zeros(max_num_seqs, dtype=np.bool_)
         self._gathered = torch.empty((_MAX_LOGIT_ROWS, self._model.hidden_size), dtype=self.dtype)
         self._logits = torch.empty((_MAX_LOGIT_ROWS, self._model.vocab_size), dtype=torch.float32)
         self._epoch: int | None = None

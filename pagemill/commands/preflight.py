@@ -6,13 +6,16 @@ The processes check the same again; these checks only come sooner. What they can
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from pagemill.config import RouterSettings, WorkerSettings
+from pagemill.cuda_driver import NoCudaError, cuda_devices, pick_cuda_device
 from pagemill.errors import ConfigError, ModelLoadError
 from pagemill.gguf_file import read_gguf_head
+from pagemill.model_size import count_kv_numbers, count_weights
 from pagemill.model_source import ModelSource, load_config
 
 # Families that the worker brings along; others come in by entry points of the group.
@@ -28,16 +31,38 @@ _WEIGHT_PATTERNS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What weights and KV cache have to fit into at most."""
+
+    num_bytes: int
+    where: str
+
+
 def check_worker(settings: WorkerSettings) -> None:
     """What can be said without the model.
 
     Raises:
-        ConfigError: a device that this build lacks, or more KV memory than the machine has.
+        ConfigError: a device that is not there, or more KV memory than the machine has.
     """
-    if settings.device == "cuda":
-        raise ConfigError("device cuda: this build has CPU kernels only; use device cpu or auto", field="device")
-    if settings.num_blocks is None:
-        _check_memory("kv_cache_gib", f"{settings.kv_cache_gib:g}", settings.kv_cache_gib * _GIB)
+    memory = _memory(settings)
+    if settings.num_blocks is None and settings.kv_cache_gib is not None:
+        _check_memory("kv_cache_gib", f"{settings.kv_cache_gib:g}", settings.kv_cache_gib * _GIB, memory)
+
+
+def _memory(settings: WorkerSettings) -> _Memory:
+    """Of the device that the worker is going to pick, all that a CUDA device has. Raises ConfigError as the worker."""
+    if settings.device != "cpu":
+        try:
+            devices = cuda_devices()
+            device = devices[pick_cuda_device(devices)]
+            return _Memory(device.memory_bytes, f"the memory of {device}")
+        except NoCudaError as error:
+            if settings.device == "cuda":
+                raise ConfigError(f"device cuda: {error.message}; or use device cpu", field="device") from error
+    from worker.memory import available_bytes
+
+    return _Memory(available_bytes(), "memory that is available")
 
 
 def check_model(
@@ -54,7 +79,7 @@ def check_model(
     _check_tokenizer(router_source, router.tokenizer)
     _check_context_length(config, worker.max_model_len)
     _check_weight_files(worker_source, worker)
-    _check_blocks(config, worker)
+    _check_sizes(config, worker)
 
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:
@@ -115,28 +140,28 @@ def _check_weight_files(source: ModelSource, worker: WorkerSettings) -> None:
         )
 
 
-def _check_blocks(config: Mapping[str, Any], worker: WorkerSettings) -> None:
-    """By a lower bound: two bytes a number unless float32 is asked for."""
-    names = ("num_hidden_layers", "num_attention_heads", "hidden_size")
-    sizes = [config.get(name) for name in names]
-    if worker.num_blocks is None or not all(isinstance(size, int) and size > 0 for size in sizes):
-        return
-    num_layers, num_heads, hidden_size = (int(size) for size in sizes if size)
-    kv_size = int(config.get("num_key_value_heads") or num_heads) * int(
-        config.get("head_dim") or hidden_size // num_heads
-    )
+def _check_sizes(config: Mapping[str, Any], worker: WorkerSettings) -> None:
+    """By lower bounds: two bytes a number unless float32 is asked for, in an 8-bit KV cache one."""
+    memory = _memory(worker)
     item_bytes = 4 if worker.dtype == "float32" else 2
-    num_bytes = 2 * num_layers * kv_size * item_bytes * worker.num_blocks * worker.block_size
-    _check_memory("num_blocks", str(worker.num_blocks), num_bytes)
+    num_weights, num_kv_numbers = count_weights(config), count_kv_numbers(config)
+    if num_weights is not None and num_weights * item_bytes > memory.num_bytes:
+        raise ConfigError(
+            f"the model does not fit: {num_weights / 1e9:.1f} billion weights need at least "
+            f"{num_weights * item_bytes / _GIB:.1f} GiB, {memory.where} is {memory.num_bytes / _GIB:.1f} GiB; use a "
+            "smaller model" + (" or dtype bfloat16" if worker.dtype == "float32" else ""),
+            field="model",
+        )
+    if num_kv_numbers is not None and worker.num_blocks is not None:
+        kv_bytes = 1 if worker.kv_cache_dtype.startswith("fp8") else item_bytes
+        num_bytes = num_kv_numbers * kv_bytes * worker.num_blocks * worker.block_size
+        _check_memory("num_blocks", str(worker.num_blocks), num_bytes, memory)
 
 
-def _check_memory(field: str, value: str, num_bytes: float) -> None:
-    from worker.memory import available_bytes
-
-    available = available_bytes()
-    if num_bytes > available:
+def _check_memory(field: str, value: str, num_bytes: float, memory: _Memory) -> None:
+    if num_bytes > memory.num_bytes:
         raise ConfigError(
             f"{field} is {value}: a KV cache of {num_bytes / _GIB:.1f} GiB, "
-            f"but {available / _GIB:.1f} GiB of memory are available",
+            f"but {memory.where} is {memory.num_bytes / _GIB:.1f} GiB",
             field=field,
         )

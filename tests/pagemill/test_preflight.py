@@ -19,7 +19,9 @@ from pagemill.model_source import ModelSource, resolve_model
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
     "hidden_size": 64,
+    "intermediate_size": 96,
     "num_attention_heads": 1,
     "num_hidden_layers": 2,
     "max_position_embeddings": 128,
@@ -53,7 +55,7 @@ def test_what_can_run_passes(tmp_path: Path) -> None:
         (("tokenizer.json",), {}, {}, ModelLoadError, "no weight files for load_format auto"),
         (("tokenizer.json",), {}, {"max_model_len": 129}, ConfigError, "max_model_len is 129.*length is 128"),
         (("tokenizer.json", "a.safetensors"), {}, {"device": "cuda"}, ConfigError, "device cuda"),
-        (("tokenizer.json", "a.safetensors"), {}, {"kv_cache_gib": 1e6}, ConfigError, "GiB of memory are available"),
+        (("tokenizer.json", "a.safetensors"), {}, {"kv_cache_gib": 1e6}, ConfigError, "memory that is available is"),
         (("tokenizer.json", "a.safetensors"), {}, {"num_blocks": 1 << 40}, ConfigError, "num_blocks is"),
     ],
 )
