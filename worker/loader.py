@@ -1,7 +1,7 @@
 """Weights from files: safetensors, pytorch_model.bin (sharded or not), GGUF, or random ones.
 
 A source answers by Hugging Face tensor name. `WeightReader` stands between a source and a model: it checks shapes, cuts
-the shard of a tensor-parallel rank, casts, and knows at the end which tensors nobody asked for.
+the shard of a tensor-parallel rank, casts, puts it on the device, and knows at the end which tensors nobody asked for.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import torch
 from pagemill.errors import ModelLoadError
 from pagemill.model_source import ModelSource
 from worker.device import dtype_name
+from worker.weight_placement import WeightPart, placement_for
 
 logger = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
 _SHARD_FILE = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin)")
 # Tensors that checkpoints carry but models compute.
 _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias)$")
@@ -34,6 +36,10 @@ class WeightSource(Protocol):
     def files(self) -> list[Path]:
         """The files that are read."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of `read` lie."""
+
     def names(self) -> set[str]:
         """Names of all tensors."""
 
@@ -41,7 +47,7 @@ class WeightSource(Protocol):
         """The file that holds a tensor, or would, for messages."""
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> torch.Tensor:
-        """The part at `index` of a tensor whose whole shape is `shape`. Raises ModelLoadError."""
+        """The part at `index` of a tensor whose whole shape is `shape`; from any thread. Raises ModelLoadError."""
 
 
 def _check_shape(file: Path, name: str, actual: tuple[int, ...], expected: tuple[int, ...]) -> None:
@@ -50,7 +56,9 @@ def _check_shape(file: Path, name: str, actual: tuple[int, ...], expected: tuple
 
 
 class SafetensorsSource:
-    """Tensors of safetensors files; `assignment` maps each tensor to its file."""
+    """Tensors of safetensors files, mapped into memory; `assignment` maps each tensor to its file."""
+
+    device = _CPU
 
     def __init__(self, files: list[Path], assignment: dict[str, Path] | None) -> None:
         self.files = files
@@ -90,6 +98,8 @@ class SafetensorsSource:
 
 class TorchFileSource:
     """Tensors of pytorch_model.bin files, mapped into memory and read with the weights-only unpickler."""
+
+    device = _CPU
 
     def __init__(self, files: list[Path], assignment: dict[str, Path] | None) -> None:
         self.files = files
@@ -133,13 +143,15 @@ class TorchFileSource:
 
 
 class DummySource:
-    """Random weights: each tensor drawn from (seed, its name), whatever is read before it. Norm weights are 1.
+    """Random weights: each tensor drawn from (seed, its name) and the kind of device, whatever is read before it.
 
-    It holds every name that a model asks for, except a separate head of a model whose config ties it.
+    Norm weights are 1. It holds every name that a model asks for, except a separate head of a model whose config ties
+    it. Tensors are drawn on `device`, whose generator has numbers of its own.
     """
 
-    def __init__(self, seed: int, absent: frozenset[str]) -> None:
+    def __init__(self, seed: int, absent: frozenset[str], device: torch.device) -> None:
         self.files: list[Path] = []
+        self.device = device
         self._seed = seed
         self._absent = absent
 
@@ -154,19 +166,23 @@ class DummySource:
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> torch.Tensor:
         if "norm" in name:
-            return torch.ones(shape)[index]
+            return torch.ones(shape, device=self.device)[index]
         digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-        return torch.empty(shape).normal_(0.0, 0.02, generator=generator)[index]
+        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little"))
+        return torch.empty(shape, device=self.device).normal_(0.0, 0.02, generator=generator)[index]
 
 
 class WeightReader:
-    """What a model loads from: checked, cut to a rank's shard, cast to the worker's dtype."""
+    """What a model loads from: checked, cut to a rank's shard, cast to the worker's dtype, on the worker's device.
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
+    Tensors on a CUDA device are filled by threads: their content, and errors of reading, come with `finish`.
+    """
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device = _CPU) -> None:
         self._source = source
         self._names = source.names()
         self._taken: set[str] = set()
+        self._placement = placement_for(dtype, device)
         self.dtype = dtype
         # Checkpoints of the bare decoder lack the leading "model."
         bare = "embed_tokens.weight" in self._names and "model.embed_tokens.weight" not in self._names
@@ -189,17 +205,39 @@ class WeightReader:
         Raises:
             ModelLoadError: missing, wrong shape, or not divisible.
         """
+        return self.stack({name: shape}, shard_dim=shard_dim, rank=rank, size=size)
+
+    def stack(
+        self, shapes: dict[str, tuple[int, ...]], *, shard_dim: int | None = None, rank: int = 0, size: int = 1
+    ) -> torch.Tensor:
+        """Parts `rank` of several tensors, given by name and whole shape, one below the other in one tensor.
+
+        Raises:
+            ModelLoadError: as for `take`.
+        """
+        parts = [self._part(name, shape, shard_dim, rank, size) for name, shape in shapes.items()]
+        return self._placement.place(self._source, parts)
+
+    def _part(self, name: str, shape: tuple[int, ...], shard_dim: int | None, rank: int, size: int) -> WeightPart:
         stored = self._stored_name(name)
         if not self.holds(name):
             raise ModelLoadError(f"{self._source.location(stored)}: tensor {stored} is missing from the checkpoint")
         self._taken.add(stored)
-        index = [slice(None)] * len(shape)
+        index, part_shape = [slice(None)] * len(shape), list(shape)
         if shard_dim is not None and size > 1:
             if shape[shard_dim] % size:
                 raise ModelLoadError(f"tensor {stored}: dimension {shape[shard_dim]} does not divide into {size} ranks")
-            part = shape[shard_dim] // size
+            part = part_shape[shard_dim] = shape[shard_dim] // size
             index[shard_dim] = slice(rank * part, (rank + 1) * part)
-        return self._source.read(stored, shape, tuple(index)).to(self.dtype).contiguous()
+        return WeightPart(stored, shape, tuple(index), tuple(part_shape))
+
+    def finish(self) -> None:
+        """Wait until every tensor that was taken has its content.
+
+        Raises:
+            ModelLoadError: one cannot be read; names it.
+        """
+        self._placement.finish()
 
     def warn_unused(self) -> None:
         """Log the tensors that no layer asked for."""
@@ -289,18 +327,26 @@ def _complete_set(numbered: list[Path]) -> list[Path]:
     return files
 
 
-def open_source(source: ModelSource, load_format: str, *, seed: int, absent_if_random: frozenset[str]) -> WeightSource:
+def open_source(
+    source: ModelSource,
+    load_format: str,
+    *,
+    seed: int,
+    absent_if_random: frozenset[str],
+    device: torch.device = _CPU,
+) -> WeightSource:
     """The weights of a model by the `load_format` setting.
 
     Args:
         seed: of random weights, for load_format dummy.
         absent_if_random: names that random weights do not hold.
+        device: where random weights are drawn; files are read into host memory.
 
     Raises:
         ModelLoadError: no weights of that format, or broken ones; names the file.
     """
     if load_format == "dummy":
-        return DummySource(seed, absent_if_random)
+        return DummySource(seed, absent_if_random, device)
     if source.kind == "gguf":
         if load_format not in ("auto", "gguf"):
             raise ModelLoadError(f"{source.path} is a GGUF file, but load_format is {load_format}", field="load_format")
@@ -339,7 +385,7 @@ def model_fingerprint(
     if kv_dtype not in (None, dtype):
         digest.update(f"kv {kv_dtype}".encode())
     if not source.files:
-        digest.update(f"random {seed}".encode())
+        digest.update(f"random {seed} {source.device.type}".encode())
     sample_bytes = 1 << 16
     for file in source.files:
         size = file.stat().st_size

@@ -56,7 +56,7 @@ def test_md08_dynamic_rows_match_transformers_for_a_prompt_and_for_each_token_af
     config = LlamaConfig(
         hidden_size=64, num_attention_heads=2, max_position_embeddings=16, rope_parameters=dict(scaling)
     )
-    ours = DynamicRope(parse_rope({"rope_parameters": scaling}, 32, 16), 64)
+    ours = DynamicRope(parse_rope({"rope_parameters": scaling}, 32, 16), 64, 64, torch.device("cpu"))
     for prompt_len in (8, 40):
         reference = LlamaRotaryEmbedding(config)
         expected = []

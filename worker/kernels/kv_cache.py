@@ -99,6 +99,30 @@ def check_scales(dims: Dims, key_scale: torch.Tensor | None, value_scale: torch.
             dims.tensor(name, scale, ("num_kv_heads",), _FLOAT32)
 
 
+def check_rope_and_store(
+    dims: Dims,
+    qkv: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    num_query_heads: int,
+    rot_dim: int,
+    layout: str,
+) -> tuple[int, int]:
+    """Check what does not depend on a step's tokens; dims has num_kv_heads. TypeError, ValueError.
+
+    Returns:
+        The row stride of qkv, and the code of how the caches hold numbers.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"{dims.op}: layout {layout!r} is not supported; supported: {', '.join(LAYOUTS)}")
+    kv_dtype = check_caches(dims, key_cache, value_cache, qkv.dtype)
+    dims.sizes["width"] = (num_query_heads + 2 * dims["num_kv_heads"]) * dims["head_size"]
+    row_stride = dims.tensor("qkv", qkv, ("num_tokens", "width"), _ACTIVATIONS, contiguous=False)[0]
+    if rot_dim % 2 or not 0 < rot_dim <= dims["head_size"]:
+        raise ValueError(f"{dims.op}: rot_dim {rot_dim} must be even and at most {dims['head_size']}")
+    return row_stride, kv_dtype
+
+
 def store_kv(
     key: torch.Tensor,
     value: torch.Tensor,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -12,48 +11,13 @@ from worker.kernels._checks import CPU_ONLY, DTYPE_CODES, Dims, address
 from worker.kernels._native import load_native
 from worker.kernels.attention import check_attention_sizes
 from worker.kernels.elementwise import check_embedding, check_norm
-from worker.kernels.kv_cache import LAYOUTS, check_caches, check_scales
+from worker.kernels.kv_cache import LAYOUTS, check_rope_and_store, check_scales
 from worker.kernels.linear import ACCUMULATE, PackedGateUp, PackedLinear
+from worker.kernels.step_inputs import StepInputs, check_inputs
+
+__all__ = ["Program", "StepInputs"]
 
 _C = load_native()
-_ACTIVATIONS = tuple(DTYPE_CODES)
-
-
-@dataclass(slots=True)
-class StepInputs:
-    """What a run reads, T tokens of B sequences. All contiguous.
-
-    Attributes:
-        token_ids: int32 [T].
-        positions: int32 [T], rows of cos_sin.
-        cos_sin: float32 [num_positions, rot_dim].
-        slot_mapping: int64 [T].
-        block_table: int32 [S, max_blocks].
-        seq_slots: int32 [B], rows of block_table.
-        query_start: int32 [B + 1].
-        context_lens: int32 [B].
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    cos_sin: torch.Tensor
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    seq_slots: torch.Tensor
-    query_start: torch.Tensor
-    context_lens: torch.Tensor
-
-
-_INPUT_TYPES: tuple[tuple[str, tuple[str, ...], torch.dtype], ...] = (
-    ("token_ids", ("T",), torch.int32),
-    ("positions", ("T",), torch.int32),
-    ("cos_sin", ("num_positions", "rot_dim"), torch.float32),
-    ("slot_mapping", ("T",), torch.int64),
-    ("block_table", ("S", "max_blocks"), torch.int32),
-    ("seq_slots", ("B",), torch.int32),
-    ("query_start", ("B + 1",), torch.int32),
-    ("context_lens", ("B",), torch.int32),
-)
 
 
 class _HostCall:
@@ -108,10 +72,29 @@ class Program:
 
     def rms_norm(self, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         """As `kernels.rms_norm`."""
-        dims = self._dims("rms_norm")
-        strides = check_norm(dims, out, x, weight, None)
-        self._native(dims.op, out, x, weight).add_rms_norm(
-            out.data_ptr(), x.data_ptr(), 0, weight.data_ptr(), dims["hidden"], strides, eps,
+        self._norm("rms_norm", out, x, None, weight, eps)
+
+    def fused_add_rms_norm(
+        self, out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> None:
+        """As `kernels.fused_add_rms_norm`, with one dtype for x and residual."""
+        if residual.dtype is not x.dtype:
+            raise TypeError(f"fused_add_rms_norm: residual is {residual.dtype}; expected {x.dtype} like x")
+        self._norm("fused_add_rms_norm", out, x, residual, weight, eps)
+
+    def _norm(
+        self,
+        op: str,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+    ) -> None:
+        dims = self._dims(op)
+        strides = check_norm(dims, out, x, weight, residual)
+        self._native(op, out, x, residual, weight).add_rms_norm(
+            out.data_ptr(), x.data_ptr(), address(residual), weight.data_ptr(), dims["hidden"], strides, eps,
             DTYPE_CODES[out.dtype], x.dtype is not out.dtype,
         )  # fmt: skip
 
@@ -122,6 +105,19 @@ class Program:
     def accumulate(self, packed: PackedLinear, x: torch.Tensor, out: torch.Tensor) -> None:
         """out += x · Wᵀ, summed in float32."""
         self._product("accumulate", packed, x, out, ACCUMULATE)
+
+    def accumulate_and_norm(
+        self,
+        packed: PackedLinear,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        normed: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+    ) -> None:
+        """residual += x · Wᵀ in float32; normed = rms_norm(residual)."""
+        self.accumulate(packed, x, residual)
+        self.rms_norm(normed, residual, weight, eps)
 
     def _product(
         self, op: str, packed: PackedLinear | PackedGateUp, x: torch.Tensor, out: torch.Tensor, epilogue: int
@@ -147,14 +143,10 @@ class Program:
     ) -> None:
         """As `kernels.rope_and_store`, with positions, cos_sin and slots of the step."""
         dims = Dims("rope_and_store", devices=CPU_ONLY, num_tokens=self._max_tokens, num_kv_heads=num_kv_heads)
-        if layout not in LAYOUTS:
-            raise ValueError(f"{dims.op}: layout {layout!r} is not supported; supported: {', '.join(LAYOUTS)}")
-        kv_dtype = check_caches(dims, key_cache, value_cache, qkv.dtype)
+        row_stride, kv_dtype = check_rope_and_store(
+            dims, qkv, key_cache, value_cache, num_query_heads, self._rot_dim, layout
+        )
         check_scales(dims, key_scale, value_scale)
-        dims.sizes["width"] = (num_query_heads + 2 * num_kv_heads) * dims["head_size"]
-        row_stride = dims.tensor("qkv", qkv, ("num_tokens", "width"), _ACTIVATIONS, contiguous=False)[0]
-        if self._rot_dim % 2 or not 0 < self._rot_dim <= dims["head_size"]:
-            raise ValueError(f"{dims.op}: rot_dim {self._rot_dim} must be even and at most {dims['head_size']}")
         self._native(dims.op, qkv, key_cache, value_cache, key_scale, value_scale).add_rope_and_store(
             qkv.data_ptr(), row_stride, key_cache.data_ptr(), value_cache.data_ptr(), dims["num_blocks"],
             [num_query_heads, num_kv_heads, dims["head_size"], self._rot_dim, dims["block_size"]],
@@ -213,25 +205,7 @@ class Program:
         return total
 
     def _check(self, inputs: StepInputs) -> tuple[list[int], list[int]]:
-        known: dict[str, int] = {"rot_dim": self._rot_dim}
-        addresses = []
-        for name, dims, dtype in _INPUT_TYPES:
-            tensor: torch.Tensor = getattr(inputs, name)
-            shape = tensor.shape
-            if tensor.dtype is not dtype or len(shape) != len(dims) or not tensor.is_contiguous():
-                raise TypeError(_rejection(name, dims, dtype, tensor))
-            for dim, size in zip(dims, shape, strict=True):
-                if known.setdefault(dim, size) != size:
-                    raise ValueError(_rejection(name, dims, dtype, tensor))
-            addresses.append(tensor.data_ptr())
-        if known["B + 1"] != known["B"] + 1:
-            raise ValueError(_rejection("query_start", ("B + 1",), torch.int32, inputs.query_start))
-        sizes = [known["T"], known["num_positions"], known["S"], known["max_blocks"], known["max_blocks"], known["B"]]
-        return addresses, sizes
-
-
-def _rejection(name: str, dims: Sequence[str], dtype: torch.dtype, tensor: torch.Tensor) -> str:
-    return (
-        f"program: {name} must be contiguous [{', '.join(dims)}] of {dtype}, "
-        f"not {list(tensor.shape)} of {tensor.dtype} with strides {list(tensor.stride())}"
-    )
+        addresses, sizes = check_inputs(inputs, self._rot_dim, -1)
+        return addresses, [
+            sizes.num_tokens, sizes.num_positions, sizes.num_slots, sizes.max_blocks, sizes.max_blocks, sizes.num_seqs,
+        ]  # fmt: skip

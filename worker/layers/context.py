@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from pagemill.errors import ModelLoadError
+from worker.kernels.execution import Execution, execution_for
 
 
 def _no_reduce(tensor: torch.Tensor) -> None:
@@ -24,6 +25,7 @@ class LayerContext:
         rank: this worker's place in its tensor-parallel group.
         size: ranks in the group.
         all_reduce: sums a tensor over the group in place.
+        execution: how weights are held and passes run; unless given, `execution_for` the device.
     """
 
     dtype: torch.dtype
@@ -31,6 +33,11 @@ class LayerContext:
     rank: int = 0
     size: int = 1
     all_reduce: Callable[[torch.Tensor], None] = _no_reduce
+    execution: Execution = None  # type: ignore[assignment]  # what suits the device
+
+    def __post_init__(self) -> None:
+        if self.execution is None:
+            object.__setattr__(self, "execution", execution_for(self.device))
 
     def share(self, count: int, what: str) -> int:
         """This rank's part of `count` equal things.

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from worker.batch import StepBatch
+from worker.layers.row_upload import make_upload
 from worker.rope_config import RopeConfig
 from worker.slots import IntArray
 
@@ -79,7 +80,7 @@ class Rope(Protocol):
     """Where a step's tokens find their cosines and sines."""
 
     def select(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row of each token, int32 [T], and the table with these rows, float32 [rows, rotary_dim]."""
+        """Row of each token, int32 [T], and the table with these rows, float32 [rows, rotary_dim], on the device."""
 
 
 class TableRope:
@@ -99,17 +100,32 @@ class DynamicRope:
     the base of the length at which it came; shorter ones are not scaled. The length of the prompt, not the chunk,
     decides, so chunking, batching and resumption change nothing. Keys of such prompts depend on the prompt's length,
     hence blocks of one must not be shared with a prompt of another length.
+
+    All but the tokens of such prompts have a row in one table by position. So a step that computes none of them, as
+    decode steps, reads that table at the positions in the device's memory, also when a CUDA graph replays it.
+
+    Args:
+        num_positions: rows of that table.
+        max_tokens: most tokens of a step.
     """
 
-    def __init__(self, rope: RopeConfig, max_tokens: int) -> None:
+    def __init__(self, rope: RopeConfig, num_positions: int, max_tokens: int, device: torch.device) -> None:
         self._rope = rope
         self._dim_exponent = rope.rotary_dim / (rope.rotary_dim - 2) if rope.rotary_dim > 2 else 1.0
         self._exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
-        self._order = torch.arange(max_tokens, dtype=torch.int32)
+        self._order = torch.arange(max_tokens, dtype=torch.int32, device=device)
+        positions = np.arange(num_positions, dtype=np.int32)
+        self._by_position = torch.from_numpy(self.rows(positions, np.zeros_like(positions))).to(device)
+        self._upload = make_upload(max_tokens, rope.rotary_dim, device)
 
     def select(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        prompt_lens = np.repeat(batch.prompt_lens, batch.counts)
-        return self._order[: batch.num_tokens], torch.from_numpy(self.rows(batch.positions.numpy(), prompt_lens))
+        is_prompt = batch.starts < batch.prompt_lens - 1  # the last token of a prompt is at its length, as later ones
+        if not (is_prompt & (batch.prompt_lens > self._rope.max_position_embeddings)).any():
+            return batch.positions, self._by_position
+        first_tokens = np.cumsum(batch.counts) - batch.counts
+        positions = np.arange(batch.counts.sum()) + np.repeat(batch.starts - first_tokens, batch.counts)
+        rows = self.rows(positions.astype(np.int32), np.repeat(batch.prompt_lens, batch.counts))
+        return self._order[: len(batch.token_ids)], self._upload(rows, len(batch.token_ids))
 
     def rows(self, positions: IntArray, num_prompt_tokens: IntArray) -> npt.NDArray[np.float32]:
         """cos then sin per token, float32 [T, rotary_dim], from position and prompt length of each token, int32 [T]."""
@@ -123,8 +139,10 @@ class DynamicRope:
         return np.concatenate((np.cos(angles), np.sin(angles)), axis=1, dtype=np.float32)
 
 
-def make_rope(rope: RopeConfig, num_positions: int, max_tokens: int, divisors: torch.Tensor | None) -> Rope:
+def make_rope(
+    rope: RopeConfig, num_positions: int, max_tokens: int, divisors: torch.Tensor | None, device: torch.device
+) -> Rope:
     """The rotary tables of a model for sequences of up to num_positions and steps of up to max_tokens."""
     if rope.rope_type == "dynamic":
-        return DynamicRope(rope, max_tokens)
-    return TableRope(cos_sin_table(rope, num_positions, divisors))
+        return DynamicRope(rope, num_positions, max_tokens, device)
+    return TableRope(cos_sin_table(rope, num_positions, divisors).to(device))

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from worker.batch import StepBatch
-from worker.kernels.linear import PackedLinear, linear
-from worker.kernels.program import Program, StepInputs
+from worker.kernels import AttentionGeometry
+from worker.kernels.device_linear import DeviceLinear
+from worker.kernels.execution import AnyProgram
+from worker.kernels.step_inputs import StepInputs
 from worker.kv_cache import KVCache, KVSpec
 from worker.layers.context import LayerContext
 from worker.layers.linear import ColumnParallelLinear, GateUpLinear, RowParallelLinear
@@ -87,7 +89,7 @@ class LlamaLayer:
         )
 
     def add_to(
-        self, program: Program, space: Workspace, cache: tuple[torch.Tensor, torch.Tensor], following: torch.Tensor
+        self, program: AnyProgram, space: Workspace, cache: tuple[torch.Tensor, torch.Tensor], following: torch.Tensor
     ) -> None:
         """Add this layer's calls: from the normed rows to the residual, normed again with the weight `following`."""
         config, (key_cache, value_cache) = self._config, cache
@@ -97,17 +99,16 @@ class LlamaLayer:
         self.qkv.add_to(program, space.normed, space.qkv)
         program.rope_and_store(space.qkv, key_cache, value_cache, heads, kv_heads)
         program.paged_attention(attention_heads, query, key_cache, value_cache, size**-0.5, window=self.window)
-        self.attention_out.add_to(program, space.attention, space.residual, space.partial)
-        program.rms_norm(space.normed, space.residual, self.mlp_norm, epsilon)
+        sums = space.residual, space.partial, space.normed
+        self.attention_out.add_to(program, space.attention, *sums, self.mlp_norm, epsilon)
         self.gate_up.add_to(program, space.normed, space.activated)
-        self.down.add_to(program, space.activated, space.residual, space.partial)
-        program.rms_norm(space.normed, space.residual, following, epsilon)
+        self.down.add_to(program, space.activated, *sums, following, epsilon)
 
     def load(self, weights: WeightReader) -> int:
         """Take this rank's weights; returns their bytes."""
         shape = (self._config.hidden_size,)
-        self.input_norm = weights.take(f"{self._prefix}.input_layernorm.weight", shape).to(self._context.device)
-        self.mlp_norm = weights.take(f"{self._prefix}.post_attention_layernorm.weight", shape).to(self._context.device)
+        self.input_norm = weights.take(f"{self._prefix}.input_layernorm.weight", shape)
+        self.mlp_norm = weights.take(f"{self._prefix}.post_attention_layernorm.weight", shape)
         for layer in (self.qkv, self.attention_out, self.gate_up, self.down):
             layer.load(weights, self._prefix)
         products = self.qkv.num_bytes + self.attention_out.num_bytes + self.gate_up.num_bytes + self.down.num_bytes
@@ -131,15 +132,19 @@ class LlamaForCausalLM:
 
     def load_weights(self, weights: WeightReader) -> None:
         """Take all weights of this rank. Raises ModelLoadError."""
-        config, device = self._config, self._context.device
+        config = self._config
         shape = (config.vocab_size, config.hidden_size)
-        self._embedding = weights.take(_EMBEDDING, shape).to(device)
+        self._embedding = weights.take(_EMBEDDING, shape)
         layer_bytes = sum([layer.load(weights) for layer in self._layers])
-        self._norm = weights.take("model.norm.weight", (config.hidden_size,)).to(device)
-        self._head = PackedLinear(self._head_weight(weights))
+        self._norm = weights.take("model.norm.weight", (config.hidden_size,))
+        self._head = self._context.execution.linear(self._head_weight(weights))
         divisors = (config.rope.rotary_dim // 2,)
-        self._rope_divisors = weights.take(_ROPE_DIVISORS, divisors).float() if weights.holds(_ROPE_DIVISORS) else None
-        self.weight_bytes = layer_bytes + self._embedding.nbytes + self._norm.nbytes + self._head.num_bytes
+        rope_divisors = weights.take(_ROPE_DIVISORS, divisors) if weights.holds(_ROPE_DIVISORS) else None
+        weights.finish()
+        self._rope_divisors = None if rope_divisors is None else rope_divisors.float().cpu()
+        is_shared = isinstance(self._head, DeviceLinear) and self._head.weight.data_ptr() == self._embedding.data_ptr()
+        head_bytes = 0 if is_shared else self._head.num_bytes
+        self.weight_bytes = layer_bytes + self._embedding.nbytes + self._norm.nbytes + head_bytes
 
     def _head_weight(self, weights: WeightReader) -> torch.Tensor:
         """The file decides about the head, not the config's flag."""
@@ -155,15 +160,15 @@ class LlamaForCausalLM:
     def allocate(self, max_tokens: int, num_positions: int) -> None:
         """Allocate work buffers for steps of up to max_tokens and rotary tables for num_positions."""
         self._max_tokens = max_tokens
-        self._program: Program | None = None
+        self._program: AnyProgram | None = None
         self._bound_cache: KVCache | None = None
         self._workspace = Workspace(self._config, self._context, max_tokens)
-        self._rope = make_rope(self._config.rope, num_positions, max_tokens, self._rope_divisors)
+        self._rope = make_rope(self._config.rope, num_positions, max_tokens, self._rope_divisors, self._context.device)
 
-    def bind(self, cache: KVCache) -> Program:
+    def bind(self, cache: KVCache) -> AnyProgram:
         """All kernel calls of a forward pass through `cache`."""
         space = self._workspace
-        program = Program(self._max_tokens, self._config.rope.rotary_dim)
+        program = self._context.execution.program(self._max_tokens, self._config.rope.rotary_dim)
         program.embedding(space.residual, self._embedding)
         program.rms_norm(space.normed, space.residual, self._layers[0].input_norm, self._config.rms_norm_eps)
         following = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
@@ -174,9 +179,10 @@ class LlamaForCausalLM:
     def forward(self, batch: StepBatch, cache: KVCache) -> torch.Tensor:
         """Hidden states after the last norm, [T, hidden_size]. Valid until the next call."""
         if self._program is None or self._bound_cache is not cache:
+            self._program = None  # its scratch memory goes before another one is made
             self._program, self._bound_cache = self.bind(cache), cache
         self._program.run(self.step_inputs(batch))
-        return self._workspace.normed[: batch.num_tokens]
+        return self._workspace.normed[: len(batch.token_ids)]
 
     def step_inputs(self, batch: StepBatch) -> StepInputs:
         """What the program reads in a step."""
@@ -190,8 +196,20 @@ class LlamaForCausalLM:
             seq_slots=batch.seq_slots,
             query_start=batch.query_start,
             context_lens=batch.context_lens,
+            attention_plans=batch.attention_plans,
         )
+
+    def attention_geometries(self, kv_dtype: torch.dtype | None = None) -> dict[int, AttentionGeometry]:
+        """What a step's attention plans are made for: one for each window of a layer, by the window."""
+        config, layer = self._config, self._layers[0]
+        return {
+            window: AttentionGeometry(
+                layer.num_heads, layer.num_kv_heads, config.head_size, self._context.dtype, self._context.device,
+                kv_dtype=kv_dtype, window=window,
+            )
+            for window in sorted(set(config.windows))
+        }  # fmt: skip
 
     def compute_logits(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
         """Write float32 logits [R, vocab_size] of hidden states [R, hidden_size]."""
-        linear(self._head, hidden, logits)
+        self._head(hidden, logits)

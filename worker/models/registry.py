@@ -15,6 +15,7 @@ import torch
 
 from pagemill.errors import ModelLoadError
 from worker.batch import StepBatch
+from worker.kernels import AttentionGeometry
 from worker.kv_cache import KVCache, KVSpec
 from worker.layers.context import LayerContext
 from worker.loader import WeightReader
@@ -39,8 +40,19 @@ class CausalLM(Protocol):
     def allocate(self, max_tokens: int, num_positions: int) -> None:
         """Allocate work buffers for steps of up to max_tokens and tables for num_positions."""
 
+    def attention_geometries(self, kv_dtype: torch.dtype | None = None) -> dict[int, AttentionGeometry]:
+        """What the plans in `StepBatch.attention_plans` are made for, by window.
+
+        Args:
+            kv_dtype: of the cache; None is the model's dtype.
+        """
+
     def forward(self, batch: StepBatch, cache: KVCache) -> torch.Tensor:
-        """Hidden states after the last norm, [T, hidden_size]. Valid until the next call."""
+        """Hidden states after the last norm, [T, hidden_size]. Valid until the next call.
+
+        On a CUDA device it launches, and neither waits nor (after the first steps) allocates: it can be captured in a
+        CUDA graph. The tensors of the batch are on the model's device and may hold more tokens than its rows.
+        """
 
     def compute_logits(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
         """Write float32 logits [R, vocab_size] of hidden states [R, hidden_size]."""

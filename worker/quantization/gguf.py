@@ -82,6 +82,8 @@ class GgufSource:
         ModelLoadError: a file is missing, damaged or ends before its last tensor; names it.
     """
 
+    device = torch.device("cpu")
+
     def __init__(self, path: Path) -> None:
         self.files = split_files(path)
         self._maps: dict[Path, np.memmap[Any, np.dtype[np.uint8]]] = {}
