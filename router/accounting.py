@@ -57,8 +57,7 @@ class RequestAccount:
                 self._metrics.time_to_first_token.observe((time.time_ns() - self._prepared.arrival_unix_ns) / 1e9)
             before = self._last_tokens_s.get(delta.index)
             if before is not None:
-                for _ in range(count):
-                    self._metrics.inter_token_latency.observe((now - before) / count)
+                self._metrics.inter_token_latency.observe((now - before) / count, count)
             self._last_tokens_s[delta.index] = now
             self._num_tokens += count
         if event.usage is not None:

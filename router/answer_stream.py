@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
 
 from pagemill.errors import PagemillError
 from pagemill.step import TokenLogprobs
@@ -22,9 +20,20 @@ FINAL_ACCOUNT_WAIT_S = 1.0
 
 
 class AnswerStream:
-    """Submits a prepared request and turns what comes back into events. Iterate `events()` once."""
+    """Submits a prepared request and turns what comes back into events.
 
-    def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer, schedulers: SchedulerPool) -> None:
+    Call `next` until it answers None, then or earlier `close`.
+
+    Args:
+        prepared: the request.
+        tokenizer: of its model.
+        schedulers: who may run it.
+        batch_tokens: how many tokens an event may wait for; a stream waits for none.
+    """
+
+    def __init__(
+        self, prepared: PreparedRequest, tokenizer: Tokenizer, schedulers: SchedulerPool, *, batch_tokens: int = 1
+    ) -> None:
         self._prepared = prepared
         request = prepared.request
         rules = TextRules.of(
@@ -46,7 +55,9 @@ class AnswerStream:
                 cache_salt=scheduler_salt(request),
                 traceparent=prepared.traceparent,
                 tenant=request.tenant,
-            )
+            ),
+            # A stop string has to be seen as it comes, or the sequence runs on for nothing.
+            batch_tokens=1 if rules.stops else batch_tokens,
         )
         self._joiner = DeltaJoiner() if prepared.response_key else None  # whole answers are kept for the cache alone
         self._prompt_logprobs: TokenLogprobs | None = None
@@ -54,30 +65,30 @@ class AnswerStream:
         self._usage: Usage | None = None
         self._timings = Timings()
 
-    async def events(self) -> AsyncGenerator[StreamEvent]:
-        """Events in order.
+    async def next(self) -> StreamEvent | None:
+        """Events in order; None after the last, which has usage.
 
         Raises:
             PagemillError: the request failed.
         """
-        async with aclosing(self._routed.updates()) as updates:
-            while self._usage is None:
-                update = await self._next(updates)
-                if update is None:
-                    break
-                event = self._take(update)
-                if event is not None:
-                    yield event
-        if self._usage is None:
-            yield self._event([], self._account(0, Timings(finished_unix_ns=time.time_ns())))
+        while self._usage is None:
+            update = await (self._last_update() if self._text.finished else self._routed.next())
+            if update is None:
+                return self._event([], self._account(0, Timings(finished_unix_ns=time.time_ns())))
+            event = self._take(update)
+            if event is not None:
+                return event
+        return None
 
-    async def _next(self, updates: AsyncIterator[RequestUpdate]) -> RequestUpdate | None:
-        """The next update; None where there is none, or none worth waiting for."""
-        if not self._text.finished:
-            return await anext(updates, None)
+    def close(self) -> None:
+        """End the request; one that has not finished is aborted. A second call does nothing."""
+        self._routed.close()
+
+    async def _last_update(self) -> RequestUpdate | None:
+        """The scheduler's account; None where it is not worth waiting for."""
         try:
             async with asyncio.timeout(FINAL_ACCOUNT_WAIT_S):
-                return await anext(updates, None)
+                return await self._routed.next()
         except TimeoutError:
             return None
 

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from pagemill.api_keys import ApiKeys
 from pagemill.config import RouterSettings
 from pagemill.errors import ConfigError, PagemillError, UnavailableError
+from pagemill.garbage_collector import settle_garbage_collector
 from pagemill.model_source import load_config, resolve_model
 from pagemill.rpc import Health, ShutdownSignal, aio_server, bind
 from pagemill.telemetry import setup_logging, setup_tracing, shutdown_tracing, start_metrics_server
@@ -188,6 +189,7 @@ async def _serve(settings: RouterSettings, shutdown: ShutdownSignal) -> int:
         http_task = asyncio.create_task(http_server.serve([http_socket]), name="http")
         health_task = asyncio.create_task(_follow_readiness(parts.pipeline, health), name="health")
         await _until(http_server.serving, http_task)
+        settle_garbage_collector()
         _print_ready(settings, http_socket.getsockname()[1], grpc_port, metrics_port)
         await _until(shutdown.event, http_task)
         health_task.cancel()

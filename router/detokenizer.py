@@ -26,23 +26,34 @@ class Detokenizer:
             and loses the leading spaces that SentencePiece decoders take.
     """
 
-    __slots__ = ("_decoder", "_skipped", "_spaces_to_strip", "_token_bytes")
+    __slots__ = ("_decoder", "_holds_bytes", "_skipped", "_spaces_to_strip", "_token_bytes")
 
     def __init__(self, table: TokenTable, *, skip_special_tokens: bool, continues_text: bool) -> None:
         self._token_bytes = table.token_bytes
         self._skipped = table.special_ids if skip_special_tokens else frozenset()
         self._spaces_to_strip = 0 if continues_text else table.leading_spaces
         self._decoder = _Utf8Decoder("replace")
+        self._holds_bytes = False  # the decoder waits for the rest of a character
 
     def feed(self, token_ids: Iterable[int]) -> str:
         """The text that `token_ids` complete. Ids without a token have no text."""
         table, skipped = self._token_bytes, self._skipped
         size = len(table)
         data = b"".join([table[i] for i in token_ids if i < size and i not in skipped])
-        return self._decoder.decode(self._strip(data))
+        if self._spaces_to_strip:
+            data = self._strip(data)
+        if not self._holds_bytes:
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                pass  # an incomplete character, or none at all
+        text = self._decoder.decode(data)
+        self._holds_bytes = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """What is left at the end: an incomplete character becomes U+FFFD."""
+        self._holds_bytes = False
         return self._decoder.decode(b"", True)
 
     def _strip(self, data: bytes) -> bytes:

@@ -36,21 +36,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._pipeline = pipeline
         self._api_keys = api_keys
 
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
-        read = functools.partial(read_generate, request)
-        async with self._edge(context), aclosing(self._run(read, request.final_only, context)) as responses:
-            async for response in responses:
-                yield response
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        async with self._edge(context):
+            await self._run(functools.partial(read_generate, request), request.final_only, context)
 
-    async def Chat(
-        self, request: inference_pb2.ChatRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
-        read = functools.partial(read_chat, request)
-        async with self._edge(context), aclosing(self._run(read, request.final_only, context)) as responses:
-            async for response in responses:
-                yield response
+    async def Chat(self, request: inference_pb2.ChatRequest, context: grpc.aio.ServicerContext) -> None:
+        async with self._edge(context):
+            await self._run(functools.partial(read_chat, request), request.final_only, context)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
@@ -79,7 +71,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _run(
         self, read: Callable[[], GenerationRequest], final_only: bool, context: grpc.aio.ServicerContext
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse]:
+    ) -> None:
         request = read()
         metadata = _metadata(context)
         request.traceparent = metadata.get("traceparent", "")
@@ -91,11 +83,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         await context.send_initial_metadata(((CACHE_METADATA, source),))
         writer = ResponseWriter(prepared)
         if final_only:
-            yield writer.whole(await self._pipeline.complete(prepared))
+            await context.write(writer.whole(await self._pipeline.complete(prepared)))
             return
         async with aclosing(self._pipeline.stream(prepared)) as events:
             async for event in events:
-                yield writer.event(event)
+                await context.write(writer.event(event))
 
     @asynccontextmanager
     async def _edge(self, context: grpc.aio.ServicerContext) -> AsyncGenerator[None]:

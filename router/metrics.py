@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pagemill.weighted_histogram import WeightedHistogram
+
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80)
 _ITL_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.4, 0.8, 2, 5)
 _E2E_BUCKETS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640)
@@ -66,12 +68,10 @@ class RouterMetrics:
         self.time_to_first_token = Histogram(
             "pagemill:time_to_first_token_seconds", "arrival to first token", buckets=_TTFT_BUCKETS, registry=r
         )
-        self.inter_token_latency = Histogram(
-            "pagemill:inter_token_latency_seconds",
-            "time between tokens of a sequence",
-            buckets=_ITL_BUCKETS,
-            registry=r,
+        self.inter_token_latency = WeightedHistogram(
+            "pagemill:inter_token_latency_seconds", "time between tokens of a sequence", _ITL_BUCKETS
         )
+        r.register(self.inter_token_latency)
         self.request_latency = Histogram(
             "pagemill:e2e_request_latency_seconds", "arrival to last token", buckets=_E2E_BUCKETS, registry=r
         )

@@ -22,8 +22,8 @@ from pagemill.config import RouterSettings
 from pagemill.errors import InvalidRequestError, ModelNotFoundError, OverloadedError, UnavailableError
 from pagemill.sampling_params import SamplingParams
 from pagemill.telemetry import context_from_traceparent, inject_traceparent, tracer
-from router.accounting import RequestAccount, outcome_of
-from router.answer_stream import AnswerStream, replay
+from router.accounting import outcome_of
+from router.answer_stream import AnswerStream
 from router.chat import ChatRenderer
 from router.detokenizer import detokenize
 from router.generation import (
@@ -42,6 +42,7 @@ from router.generation import (
 from router.metrics import RouterMetrics
 from router.prompt_cache import PromptCache, is_deterministic, response_key
 from router.prompts import ContextLimits, PromptReader
+from router.running_request import RunningRequest
 from router.scheduler_pool import ADMISSION_WAIT_S, SchedulerPool
 from router.text_stream import DeltaJoiner
 from router.tokenizer import Tokenizer, TokenizerPool
@@ -61,6 +62,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+# Nobody sees the tokens of an answer that is not streamed one by one: they are looked at so many at once.
+UNSTREAMED_BATCH_TOKENS = 64
 _tracer = tracer("router.pipeline")
 
 
@@ -216,33 +219,19 @@ class Pipeline:
         if prepared.cached_output is None:
             prepared.response_key = key
 
-    async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[StreamEvent]:
-        """Events in order, the last one with usage. Closing the iterator, or cancelling its task, aborts the request
-        and frees its blocks.
+    def stream(self, prepared: PreparedRequest) -> RunningRequest:
+        """Events in order, the last one with usage. Closing it, or cancelling its task, aborts the request and frees
+        its blocks.
 
         Raises (from the iterator): PagemillError; what was delivered before stays valid.
         """
-        account = RequestAccount(prepared, self._metrics)
-        try:
-            if prepared.cached_output is not None:
-                event = replay(prepared, prepared.cached_output)
-                account.observe(event)
-                yield event
-            else:
-                answer = AnswerStream(prepared, self._tokenizer, self._schedulers)
-                async with aclosing(answer.events()) as events:
-                    async for event in events:
-                        account.observe(event)
-                        if (output := answer.cacheable_output()) is not None:
-                            self._cache.put_response(prepared.response_key, output)
-                        yield event
-        except BaseException as error:
-            account.end(outcome_of(error))
-            raise
-        else:
-            account.end("OK")
-        finally:
-            prepared.slot.release()
+        return self._run(prepared, batch_tokens=1)
+
+    def _run(self, prepared: PreparedRequest, *, batch_tokens: int) -> RunningRequest:
+        def open_answer() -> AnswerStream:
+            return AnswerStream(prepared, self._tokenizer, self._schedulers, batch_tokens=batch_tokens)
+
+        return RunningRequest(prepared, open_answer, self._cache, self._metrics)
 
     async def complete(self, prepared: PreparedRequest) -> CompleteOutput:
         """All of the answer at once, equal to the joined stream; cancelling aborts."""
@@ -256,7 +245,7 @@ class Pipeline:
             timings=Timings(),
             from_cache=prepared.cached_output is not None,
         )
-        async with aclosing(self.stream(prepared)) as events:
+        async with aclosing(self._run(prepared, batch_tokens=UNSTREAMED_BATCH_TOKENS)) as events:
             async for event in events:
                 for delta in event.deltas:
                     joiner.add(delta)

@@ -45,17 +45,26 @@ class SessionLost(Exception):
 
 
 class RequestChannel:
-    """What one request on one session receives.
+    """What one request on one session receives. One task reads.
 
     Updates merge while nobody reads: memory follows tokens, not messages.
+
+    Args:
+        handle: number of the request on its session.
+        batch_tokens: after the first update, `get` waits until so many tokens came, or something other than tokens:
+            what is not streamed need not be looked at token by token.
     """
 
-    def __init__(self, handle: int) -> None:
+    __slots__ = ("_batch_weight", "_is_due", "_lost", "_pending", "_waiter", "_weight", "handle")
+
+    def __init__(self, handle: int, batch_tokens: int = 1) -> None:
         self.handle = handle
+        self._batch_weight = batch_tokens
         self._pending: RequestUpdate | None = None
-        self._weight = 0
+        self._weight = batch_tokens  # so that the first update is due at once
+        self._is_due = False
         self._lost = False
-        self._wakeup = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, update: RequestUpdate) -> bool:
         """Take an update; False where the buffer is full and the request must be cancelled."""
@@ -68,20 +77,27 @@ class RequestChannel:
             self._pending = update
         else:
             self._pending.merge(update)
-        self._wakeup.set()
+        if self._weight >= self._batch_weight or update.ends or update.usage is not None or update.error is not None:
+            self._wake()
         return True
+
+    def _wake(self) -> None:
+        self._is_due = True
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def fail(self, error: PagemillError) -> None:
         """End the request with an error, behind what is pending."""
         if self._pending is None:
             self._pending = RequestUpdate()
         self._pending.error = error
-        self._wakeup.set()
+        self._wake()
 
     def lose(self) -> None:
         """The session is gone; what is pending can still be read."""
         self._lost = True
-        self._wakeup.set()
+        self._wake()
 
     async def get(self) -> RequestUpdate:
         """All that came since the last call; waits for something to come.
@@ -89,12 +105,13 @@ class RequestChannel:
         Raises:
             SessionLost: the session ended and nothing is left.
         """
-        while self._pending is None:
-            if self._lost:
-                raise SessionLost
-            self._wakeup.clear()
-            await self._wakeup.wait()
-        update, self._pending, self._weight = self._pending, None, 0
+        while not self._is_due:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        update = self._pending
+        if update is None:
+            raise SessionLost
+        self._pending, self._weight, self._is_due = None, 0, self._lost
         return update
 
 
@@ -155,7 +172,9 @@ class SchedulerLink:
             preemptions=load.preemptions,
         )
 
-    def submit(self, handle: int, request: SchedulerRequest, delivered: list[DeliveredSequence]) -> RequestChannel:
+    def submit(
+        self, handle: int, request: SchedulerRequest, delivered: list[DeliveredSequence], batch_tokens: int = 1
+    ) -> RequestChannel:
         """Send a request. The caller gives the handle back with `release`.
 
         Raises:
@@ -166,7 +185,7 @@ class SchedulerLink:
             raise UnavailableError(f"scheduler {self.address} is away")
         if len(self._outgoing) >= MAX_QUEUED_SENDS:
             raise OverloadedError(f"scheduler {self.address} takes requests too slowly", retry_after_ms=1000)
-        channel = self._channels[handle] = RequestChannel(handle)
+        channel = self._channels[handle] = RequestChannel(handle, batch_tokens)
         self._send(submit_message(handle, request, delivered))
         return channel
 

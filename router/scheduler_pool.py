@@ -9,7 +9,6 @@ import os
 import random
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
 from pagemill import __version__
@@ -51,8 +50,13 @@ class _Delivered:
 
     def add(self, update: RequestUpdate) -> None:
         for index, run in update.runs.items():
-            self.token_ids.setdefault(index, []).extend(run.token_ids)
-        self.finished.update(update.ends)
+            known = self.token_ids.get(index)
+            if known is None:
+                self.token_ids[index] = run.token_ids.copy()
+            else:
+                known += run.token_ids
+        if update.ends:
+            self.finished.update(update.ends)
 
     def sequences(self) -> list[DeliveredSequence]:
         indexes = sorted(self.token_ids.keys() | self.finished)
@@ -173,12 +177,20 @@ class SchedulerPool:
         except TimeoutError:
             raise UnavailableError("no scheduler is ready", retry_after_ms=1000) from None
 
-    def submit(self, request: SchedulerRequest) -> RoutedStream:
-        """A stream for a request; nothing is sent before it is iterated."""
-        return RoutedStream(self, request)
+    def submit(self, request: SchedulerRequest, *, batch_tokens: int = 1) -> RoutedStream:
+        """A stream for a request; nothing is sent before its first update is asked for.
+
+        With `batch_tokens`, updates after the first one may bring up to so many tokens at once.
+        """
+        return RoutedStream(self, request, batch_tokens)
 
     async def open(
-        self, request: SchedulerRequest, delivered: list[DeliveredSequence], excluded: frozenset[str], fingerprint: str
+        self,
+        request: SchedulerRequest,
+        delivered: list[DeliveredSequence],
+        excluded: frozenset[str],
+        fingerprint: str,
+        batch_tokens: int,
     ) -> tuple[SchedulerLink, RequestChannel]:
         """Pick a scheduler and hand the request to it. Used by `RoutedStream`."""
         deadline_s = (request.deadline_unix_ns - time.time_ns()) / 1e9
@@ -190,7 +202,7 @@ class SchedulerPool:
             chosen = routing.pick(self.candidates(), routed, self._rng)
             if chosen is not None:
                 link = next(link for link in self.links if link.address == chosen.address)
-                return link, link.submit(next(self._handles), request, delivered)
+                return link, link.submit(next(self._handles), request, delivered, batch_tokens)
             await self._wait_change(give_up - time.monotonic())
 
     async def _wait_change(self, timeout_s: float) -> None:
@@ -206,17 +218,29 @@ class SchedulerPool:
         return any(c.ready and not c.draining and c.address not in excluded for c in self.candidates())
 
 
+@dataclass(slots=True)
+class _Session:
+    """A request at one scheduler."""
+
+    link: SchedulerLink
+    channel: RequestChannel
+    deadline: asyncio.TimerHandle  # one for the session rather than for each update: most requests have hundreds
+
+
 class RoutedStream:
     """One request's updates, over as many sessions as it takes: no token is lost or repeated.
 
-    Iterate `updates()` once. `abort_sequence` ends one sequence; closing the iterator ends the request.
+    Call `next` until it answers None, then or earlier `close`. `abort_sequence` ends one sequence.
     """
 
-    def __init__(self, pool: SchedulerPool, request: SchedulerRequest) -> None:
+    def __init__(self, pool: SchedulerPool, request: SchedulerRequest, batch_tokens: int) -> None:
         self._pool = pool
         self._request = request
+        self._batch_tokens = batch_tokens
         self._delivered = _Delivered(request.sampling.n)
-        self._current: tuple[SchedulerLink, RequestChannel] | None = None
+        self._session: _Session | None = None
+        self._error: PagemillError | None = None  # came along with an update, to be told after it
+        self._has_ended = False
         self._excluded: frozenset[str] = frozenset()
         self._fingerprint = ""
         self._fruitless_losses = 0
@@ -225,90 +249,109 @@ class RoutedStream:
         """End a sequence at its first `num_delivered` tokens; what comes of it later is dropped."""
         self._delivered.finished.add(index)
         self._delivered.token_ids[index] = self._delivered.token_ids.get(index, [])[:num_delivered]
-        if self._current is not None:
-            link, channel = self._current
-            link.abort_sequence(channel.handle, index)
+        if self._session is not None:
+            self._session.link.abort_sequence(self._session.channel.handle, index)
 
-    async def updates(self) -> AsyncGenerator[RequestUpdate]:
+    def close(self) -> None:
+        """End the request, wherever it is; one that has not finished is aborted. A second call does nothing."""
+        self._has_ended = True
+        self._leave(finished=False)
+
+    async def next(self) -> RequestUpdate | None:
         """Updates in order; the last has usage, unless all sequences were ended by `abort_sequence`.
+
+        None: nothing is left to come.
 
         Raises:
             PagemillError: the request failed, its deadline passed, or no scheduler could go on with it.
         """
-        while not self._delivered.all_finished:
-            link, channel = await self._open()
-            finished = False
-            # One timer for the session rather than one for each update: most requests have hundreds.
-            deadline = asyncio.get_running_loop().call_later(
-                self._remaining_s, channel.fail, DeadlineError("the request ran past its deadline")
-            )
+        while not self._has_ended:
+            session = self._session
+            if session is None:
+                if self._delivered.all_finished:
+                    break
+                session = await self._open()
             try:
-                async for update in self._session_updates(channel):
-                    finished = update.usage is not None
-                    yield update
-                    if finished:
-                        return
+                update = await self._receive(session.channel)
             except SessionLost:
-                await self._on_loss(link, UnavailableError(f"scheduler {link.address} was lost"))
-            except UnavailableError as error:
-                finished = True
-                self._pool.note_given_up(link, error)
-                await self._on_loss(link, error)
-            except OverloadedError as error:
-                finished = True
-                if not (self._delivered.token_ids or self._pool.has_alternative(self._excluded | {link.address})):
-                    raise
-                self._pool.note_given_up(link, error)
-                await self._on_loss(link, error)
+                await self._on_loss(UnavailableError(f"scheduler {session.link.address} was lost"), finished=False)
+            except (UnavailableError, OverloadedError) as error:
+                self._check_continuable(error, session.link)
+                self._pool.note_given_up(session.link, error)
+                await self._on_loss(error, finished=True)
             except PagemillError as error:
-                finished = not isinstance(error, DeadlineError)
+                self._leave(finished=not isinstance(error, DeadlineError))
                 raise
-            finally:
-                deadline.cancel()
-                self._current = None
-                link.release(channel.handle, finished=finished)
+            else:
+                if update.usage is not None:
+                    self._has_ended = True
+                    self._leave(finished=True)
+                return update
+        return None
+
+    async def _receive(self, channel: RequestChannel) -> RequestUpdate:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        update = await channel.get()
+        if update.error is not None:
+            if not update.runs:
+                raise update.error
+            self._error, update.error = update.error, None
+        delivered = self._delivered
+        if delivered.finished:
+            self._drop_ended(update)
+        if update.runs or update.ends:
+            self._fruitless_losses = 0
+            self._excluded = frozenset()
+        delivered.add(update)
+        return update
 
     @property
     def _remaining_s(self) -> float:
         return (self._request.deadline_unix_ns - time.time_ns()) / 1e9
 
-    async def _open(self) -> tuple[SchedulerLink, RequestChannel]:
+    async def _open(self) -> _Session:
         try:
-            self._current = await self._pool.open(
-                self._request, self._delivered.sequences(), self._excluded, self._fingerprint
+            link, channel = await self._pool.open(
+                self._request, self._delivered.sequences(), self._excluded, self._fingerprint, self._batch_tokens
             )
         except UnavailableError:
             if self._remaining_s <= 0:
                 raise DeadlineError("the request ran past its deadline") from None
             raise
-        link, _ = self._current
         if link.hello is not None and not self._fingerprint:
             self._fingerprint = link.hello.model_fingerprint
-        return self._current
+        timer = asyncio.get_running_loop().call_later(
+            self._remaining_s, channel.fail, DeadlineError("the request ran past its deadline")
+        )
+        self._session = _Session(link, channel, timer)
+        return self._session
 
-    async def _session_updates(self, channel: RequestChannel) -> AsyncIterator[RequestUpdate]:
-        while True:
-            update = await channel.get()
-            if update.error is not None and not update.runs:
-                raise update.error
-            self._drop_ended(update)
-            if update.runs or update.ends:
-                self._fruitless_losses = 0
-                self._excluded = frozenset()
-            self._delivered.add(update)
-            error, update.error = update.error, None
-            yield update
-            if error is not None:
-                raise error
+    def _leave(self, *, finished: bool) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.deadline.cancel()
+            session.link.release(session.channel.handle, finished=finished)
 
     def _drop_ended(self, update: RequestUpdate) -> None:
         for index in self._delivered.finished & (update.runs.keys() | update.ends.keys()):
             update.runs.pop(index, None)
             update.ends.pop(index, None)
 
-    async def _on_loss(self, link: SchedulerLink, error: PagemillError) -> None:
+    def _check_continuable(self, error: PagemillError, link: SchedulerLink) -> None:
+        """Raise the error of a scheduler that is overloaded, where nobody else would take the request."""
+        if not isinstance(error, OverloadedError) or self._delivered.token_ids:
+            return
+        if not self._pool.has_alternative(self._excluded | {link.address}):
+            self._leave(finished=True)
+            raise error
+
+    async def _on_loss(self, error: PagemillError, *, finished: bool) -> None:
+        assert self._session is not None
+        self._excluded |= {self._session.link.address}
+        self._leave(finished=finished)
         self._fruitless_losses += 1
-        self._excluded |= {link.address}
         if self._fruitless_losses > MAX_FRUITLESS_LOSSES:
             raise error
         self._pool.count_resubmission()

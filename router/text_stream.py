@@ -56,19 +56,28 @@ class SequenceText:
             self._matcher = StopMatcher(
                 rules.stops, include_stop_str_in_output=rules.sampling.include_stop_str_in_output
             )
-        self._held = TextDelta(index)
+        self._held: TextDelta | None = None  # tokens whose text is not complete
 
     def feed(self, run: TokenRun | None, end: SequenceEnd | None) -> TextDelta | None:
         """Take what one update brought; None while there is no text to deliver.
 
         A delta whose stop_reason is a string ends the sequence by a stop string: it must then be aborted.
         """
-        run = run or TokenRun()
+        if run is None:
+            run = TokenRun()
+        elif end is None and self._held is None and self._matcher is None and run.logprobs is None:
+            # By far the most common: plain text that goes on.
+            self.num_tokens += len(run.token_ids)
+            delta = TextDelta(self.index, self._detokenizer.feed(run.token_ids), run.token_ids)
+            if delta.text:
+                return delta
+            self._held = delta
+            return None
         text, num_used, stop = self._text_of(run.token_ids, end)
         if stop is None and end is not None:
             tail, stop = self._finish_text()
             text += tail
-        held = self._held
+        held = self._held or TextDelta(self.index)
         held.text += text
         held.token_ids += run.token_ids[:num_used]
         if run.logprobs is not None:
@@ -81,8 +90,9 @@ class SequenceText:
             held.finish_reason, held.stop_reason = end.reason, end.stop_token_id
         self.finished = held.finish_reason is not None
         if not held.text and not self.finished:
+            self._held = held
             return None
-        self._held = TextDelta(self.index)
+        self._held = None
         return held
 
     def _text_of(self, token_ids: list[int], end: SequenceEnd | None) -> tuple[str, int, str | None]:
@@ -137,20 +147,23 @@ class RequestText:
 
     def __init__(self, rules: TextRules) -> None:
         self.sequences = [SequenceText(i, rules) for i in range(rules.sampling.n)]
+        self._num_unfinished = len(self.sequences)
 
     def feed(self, update: RequestUpdate) -> list[TextDelta]:
         """Deltas of an update, in order of index."""
         deltas: list[TextDelta] = []
-        for index in sorted(update.runs.keys() | update.ends.keys()):
+        for index in sorted(update.runs.keys() | update.ends.keys()) if update.ends else sorted(update.runs):
             if index < len(self.sequences) and not self.sequences[index].finished:
-                delta = self.sequences[index].feed(update.runs.get(index), update.ends.get(index))
+                sequence = self.sequences[index]
+                delta = sequence.feed(update.runs.get(index), update.ends.get(index))
                 if delta is not None:
                     deltas.append(delta)
+                self._num_unfinished -= sequence.finished
         return deltas
 
     @property
     def finished(self) -> bool:
-        return all(s.finished for s in self.sequences)
+        return self._num_unfinished == 0
 
     @property
     def num_tokens(self) -> int:

@@ -65,9 +65,12 @@ class RequestUpdate:
     @property
     def weight(self) -> int:
         """Size in numbers held: what bounds a buffer."""
-        return sum(
-            len(run.token_ids) + (len(run.logprobs.top_ids) if run.logprobs else 0) for run in self.runs.values()
-        )
+        weight = 0
+        for run in self.runs.values():
+            weight += len(run.token_ids)
+            if run.logprobs is not None:
+                weight += len(run.logprobs.top_ids)
+        return weight
 
     def add_run(self, index: int, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:
         """Append tokens of one sequence."""
@@ -172,14 +175,20 @@ def read_output(output: scheduler_pb2.StepOutput) -> dict[int, RequestUpdate]:
             found = updates[handle] = RequestUpdate()
         return found
 
-    token_ids = list(output.token_ids)
-    if sum(output.counts) != len(token_ids) or not len(output.handles) == len(output.indexes) == len(output.counts):
+    counts, token_ids = list(output.counts), list(output.token_ids)
+    if sum(counts) != len(token_ids) or not len(output.handles) == len(output.indexes) == len(counts):
         raise ValueError("columns of a step output differ in length")
     logprobs = {run.run: read_logprobs(run.columns) for run in output.logprobs}
     start = 0
-    for position, (handle, index, count) in enumerate(zip(output.handles, output.indexes, output.counts, strict=True)):
-        update_of(handle).add_run(index, token_ids[start : start + count], logprobs.get(position))
+    for position, (handle, index, count) in enumerate(zip(output.handles, output.indexes, counts, strict=True)):
+        run_ids = token_ids[start : start + count]
         start += count
+        columns = logprobs.get(position) if logprobs else None
+        update = updates.get(handle)
+        if update is None:
+            updates[handle] = RequestUpdate({index: TokenRun(run_ids, columns)})
+        else:
+            update.add_run(index, run_ids, columns)
     for prompt in output.prompt_logprobs:
         update_of(prompt.handle).prompt_logprobs = read_logprobs(prompt.columns)
     for end in output.finished:

@@ -9,6 +9,7 @@ import os
 import platform
 
 from pagemill.config import SchedulerSettings
+from pagemill.garbage_collector import settle_garbage_collector
 from pagemill.rpc import Health, ShutdownSignal, aio_server, bind
 from pagemill.telemetry import setup_logging, setup_tracing, shutdown_tracing, start_metrics_server
 from pagemill.v1 import scheduler_pb2_grpc
@@ -94,6 +95,7 @@ async def run(settings: SchedulerSettings) -> int:
         process = SchedulerProcess(settings)
         metrics_port = start_metrics_server(settings, process.metrics.registry)
         await process.start()
+        settle_garbage_collector()
         ready = {"service": "scheduler", "port": process.port, "grpc_port": process.port, "metrics_port": metrics_port}
         print(f"pagemill-ready {json.dumps(ready)}", flush=True)
         await shutdown.event.wait()

@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
 from opentelemetry.trace import Status, StatusCode
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pagemill.telemetry import context_from_traceparent, tracer
+from pagemill.weighted_histogram import WeightedHistogram
 from scheduler.scheduler import SchedulerCounters
 from scheduler.sequence import FinishReason, Request
 
 _TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 _FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0, 120.0)
-
-
-class WeightedHistogram(Collector):
-    """A histogram that takes many equal observations at once: a step gives all its tokens the same latency."""
-
-    def __init__(self, name: str, documentation: str, buckets: tuple[float, ...]) -> None:
-        self._name, self._documentation, self._bounds = name, documentation, buckets
-        self._counts = [0] * (len(buckets) + 1)
-        self._sum = 0.0
-        self._lock = threading.Lock()
-
-    def observe(self, value: float, count: int) -> None:
-        with self._lock:
-            self._counts[bisect_left(self._bounds, value)] += count
-            self._sum += value * count
-
-    def collect(self) -> Iterator[Metric]:
-        with self._lock:
-            counts, total = self._counts.copy(), self._sum
-        cumulative, buckets = 0, []
-        for bound, count in zip([*map(str, self._bounds), "+Inf"], counts, strict=True):
-            cumulative += count
-            buckets.append((bound, float(cumulative)))
-        yield HistogramMetricFamily(self._name, self._documentation, buckets=buckets, sum_value=total)
 
 
 class CoreGauges(Collector):

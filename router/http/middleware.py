@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 _QUIET_PATHS = OPEN_PATHS | {"/metrics"}
+# Key of scope["state"]: sends messages of type http.response.body once the response has started.
+SEND_BODY = "send_body"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -40,7 +42,11 @@ class RequestScopeMiddleware:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        # What follows the head of a response may pass by all that looks at heads alone, here and further inside: a
+        # stream sends hundreds of bodies.
+        state[SEND_BODY] = send
         header = (b"x-request-id", request_id.encode())
         status = 0
 

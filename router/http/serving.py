@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, Self
 
 from starlette.requests import Request
 
@@ -19,6 +19,7 @@ from router.generation import CompleteOutput, GenerationRequest, PreparedRequest
 from router.http.logprobs import TokenSpelling, finite, token_label
 from router.http.schemas import SamplingBody
 from router.pipeline import Pipeline
+from router.running_request import RunningRequest
 
 # Events that wait per prompt of one call; beyond, the prompt's own bounded buffer fills.
 _EVENTS_PER_PROMPT = 2
@@ -96,23 +97,45 @@ async def complete_all(pipeline: Pipeline, prepared: Sequence[PreparedRequest]) 
         await _end(tasks)
 
 
-async def stream_all(
-    pipeline: Pipeline, prepared: Sequence[PreparedRequest]
-) -> AsyncGenerator[tuple[int, StreamEvent]]:
-    """Events of all prompts as they come, each with its prompt's number. Closing it aborts all of them."""
-    streams = [_closing(pipeline.stream(each)) for each in prepared]
-    if len(streams) == 1:
-        async with streams[0] as events:
-            async for event in events:
-                yield 0, event
-        return
+class NumberedEvents(Protocol):
+    """Events of the prompts of one call, each with its prompt's number. Closing it ends all of them."""
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, StreamEvent]]: ...
+
+    async def aclose(self) -> None:
+        """End what still runs."""
+        ...
+
+
+def stream_all(pipeline: Pipeline, prepared: Sequence[PreparedRequest]) -> NumberedEvents:
+    """Events of all prompts as they come. Closing it aborts all of them."""
+    if len(prepared) == 1:
+        return _OnePrompt(pipeline.stream(prepared[0]))
+    return _interleaved([pipeline.stream(each) for each in prepared])
+
+
+class _OnePrompt:
+    """Events of the only prompt of a call."""
+
+    def __init__(self, running: RunningRequest) -> None:
+        self._running = running
+        self.aclose = running.aclose
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, StreamEvent]:
+        return 0, await self._running.__anext__()
+
+
+async def _interleaved(streams: Sequence[RunningRequest]) -> AsyncGenerator[tuple[int, StreamEvent]]:
     queue: asyncio.Queue[tuple[int, StreamEvent | BaseException | None]] = asyncio.Queue(
         _EVENTS_PER_PROMPT * len(streams)
     )
 
     async def pump(number: int) -> None:
         try:
-            async with streams[number] as events:
+            async with contextlib.aclosing(streams[number]) as events:
                 async for event in events:
                     await queue.put((number, event))
         except Exception as error:
@@ -132,10 +155,6 @@ async def stream_all(
                 yield number, item
     finally:
         await _end(tasks)
-
-
-def _closing(events: AsyncIterator[StreamEvent]) -> contextlib.aclosing[AsyncGenerator[StreamEvent]]:
-    return contextlib.aclosing(cast("AsyncGenerator[StreamEvent]", events))
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -20,6 +20,7 @@ from pagemill.step import TokenLogprobs
 from router.generation import StreamEvent, TextDelta, Usage
 from router.http.disconnect import CancelOnDisconnect
 from router.http.errors import ClientDisconnected, error_object, unexpected_error
+from router.http.middleware import SEND_BODY
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ class EventStream(Response):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 if self._first:
                     await send({"type": "http.response.body", "body": self._first, "more_body": True})
-                await self._send_chunks(send)
+                await self._send_chunks(scope.get("state", {}).get(SEND_BODY, send))
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_chunks(self, send: Send) -> None:
