@@ -15,6 +15,7 @@ import yaml
 from pagemill.config import CommonSettings, RouterSettings, SchedulerSettings, ServeSettings, WorkerSettings
 from pagemill.config_loader import LoadedSettings, is_setting_variable
 from pagemill.cpu_cores import available_cores
+from pagemill.cuda_driver import VISIBLE_DEVICES_ENV, NoCudaError, cuda_devices
 from pagemill.errors import ConfigError, UnavailableError
 
 CONFIG_FILE_NAME = "pagemill.yaml"
@@ -156,9 +157,10 @@ class _Listener:
 
 
 def process_environment(name: str, plan: ServePlan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment of one process: the settings come from its file alone, threads are shared out.
+    """Environment of one process: the settings come from its file alone, threads and GPUs are shared out.
 
-    Workers compute, so they share all cores; router and scheduler wait most of the time.
+    Workers compute, so they share all cores; router and scheduler wait most of the time. Of several workers each sees
+    one GPU, in turn where there are fewer.
     """
     result = {key: value for key, value in environment.items() if not is_setting_variable(key)}
     result["PAGEMILL_PARENT_PID"] = str(os.getpid())
@@ -168,8 +170,23 @@ def process_environment(name: str, plan: ServePlan, environment: Mapping[str, st
         result.setdefault("OMP_NUM_THREADS", str(plan.workers[0].num_threads or share))
         # A thread that spins at a barrier takes its core from router and scheduler.
         result.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        gpus = _visible_gpus(environment)
+        if gpus and len(plan.workers) > 1 and plan.workers[0].device != "cpu":
+            index = [worker_name(number) for number in range(len(plan.workers))].index(name)
+            result[VISIBLE_DEVICES_ENV] = gpus[index % len(gpus)]
     else:
         result["OMP_NUM_THREADS"] = "1"
     if name == "router":
         result.setdefault("TOKENIZERS_PARALLELISM", "false")
     return result
+
+
+def _visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Names of the GPUs as CUDA_VISIBLE_DEVICES takes them."""
+    given = environment.get(VISIBLE_DEVICES_ENV)
+    if given is not None:
+        return [part.strip() for part in given.split(",") if part.strip()]
+    try:
+        return [str(index) for index in range(len(cuda_devices()))]
+    except NoCudaError:
+        return []

@@ -131,14 +131,18 @@ class MemoryLedger:
         """Bytes that may be in use."""
         return int(self._utilization * self._start.total)
 
+    def in_use(self) -> int:
+        """Bytes in use now, other processes' included."""
+        now = self._memory.read()
+        return now.total - now.free
+
     def check_weights(self, num_bytes: int, dtype: str) -> None:
         """Refuse weights of num_bytes, known before they are loaded, that cannot fit.
 
         Raises:
             ConfigError: with the numbers, and what would help.
         """
-        room = min(self.limit - (self._start.total - self._start.free), self._start.free)
-        if num_bytes > room:
+        if num_bytes > self._room():
             raise self._refusal(f"the model does not fit: its weights need {gib(num_bytes)} GiB as {dtype}", dtype)
 
     @contextmanager
@@ -155,12 +159,16 @@ class MemoryLedger:
             raise self._refusal(text, dtype) from error
         self._loaded = self._memory.read()
 
+    def _room(self) -> int:
+        """Bytes that this worker may take."""
+        return max(0, min(self.limit - (self._start.total - self._start.free), self._start.free))
+
     def _refusal(self, problem: str, dtype: str) -> ConfigError:
         start = self._start
         smaller = "dtype bfloat16, a smaller model" if dtype == "float32" else "a smaller model"
         return ConfigError(
-            f"{problem}, of the device's {gib(start.total)} GiB {gib(start.free)} GiB are free and "
-            f"{gib(self.limit)} GiB may be in use (gpu_memory_utilization {self._utilization:g}); "
+            f"{problem}, of the GPU's {gib(start.total)} GiB {gib(start.free)} are free and at most {gib(self.limit)} "
+            f"may be in use (gpu_memory_utilization {self._utilization:g}), so {gib(self._room())} are left; "
             f"use {smaller}, a larger GPU, a higher gpu_memory_utilization, or end other processes on the GPU",
             field="model",
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from pagemill.errors import ConfigError
+
 # A group without a limit has a number near 2^63 in version 1 of control groups, and the word max in version 2.
 _NO_LIMIT = 1 << 62
 
@@ -16,6 +18,22 @@ def available_bytes(root: Path = Path("/")) -> int:
         root: of the file system that holds proc and sys.
     """
     return min(_of_machine(root), _of_cgroups(root))
+
+
+def check_weights(num_bytes: int, dtype: str, root: Path = Path("/")) -> None:
+    """Refuse weights of num_bytes, known before they are loaded, that do not fit into host memory.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    available = available_bytes(root)
+    if num_bytes > available:
+        smaller = "dtype bfloat16 or a smaller model" if dtype == "float32" else "a smaller model"
+        raise ConfigError(
+            f"the model does not fit: its weights need {num_bytes / (1 << 30):.2f} GiB as {dtype}, "
+            f"{available / (1 << 30):.2f} GiB of memory are available; use {smaller}, or more memory",
+            field="model",
+        )
 
 
 def _of_machine(root: Path) -> int:

@@ -9,13 +9,14 @@ import platform
 import shutil
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import click
 
+from pagemill.cuda_driver import NoCudaError, cuda_devices, dotted
 from pagemill.errors import NativeLibraryError, PagemillError
 from pagemill.kernel_variables import check_kernel_variables, cpu_isa_note
 
@@ -101,15 +102,32 @@ def check_kernels() -> Finding:
 
 
 def check_cuda() -> Finding:
+    """The driver's devices, what torch was built for, and the compiler."""
     nvcc = shutil.which("nvcc")
-    toolkit = f"nvcc at {nvcc}" if nvcc else "no nvcc"
-    if importlib.util.find_spec("torch") is None:
-        return Finding("note", "cuda", toolkit)
-    import torch
+    parts = [f"nvcc at {nvcc}" if nvcc else "no nvcc"]
+    if importlib.util.find_spec("torch") is not None:
+        import torch
 
-    if not torch.cuda.is_available():
-        return Finding("note", "cuda", f"no CUDA device for torch, the CPU is used; {toolkit}")
-    return Finding("ok", "cuda", f"{torch.cuda.get_device_name()}; {toolkit}")
+        parts.insert(0, f"torch for CUDA {torch.version.cuda}" if torch.version.cuda else "torch without CUDA")
+    try:
+        devices = cuda_devices()
+    except NoCudaError as err:
+        return Finding("note", "cuda", "; ".join((err.message, *parts)))
+    found = ", ".join(f"{device}, {device.memory_bytes / (1 << 30):.1f} GiB" for device in devices)
+    return Finding("ok" if devices else "note", "cuda", "; ".join((found or "no CUDA device is visible", *parts)))
+
+
+def check_device() -> Finding:
+    """What a worker would run on, tried out where it is a GPU."""
+    try:
+        picking = importlib.import_module("worker.device")
+        device = picking.pick_device("cuda")
+        limits = picking.step_limits(device)
+    except (PagemillError, ImportError, ValueError) as err:
+        reason = str(err).removeprefix("device cuda: ").removesuffix("; or use device cpu")
+        return Finding("note", "device", f"a worker runs on the CPU: {reason}")
+    steps = f"by default {limits.max_seqs} sequences and {limits.max_tokens} tokens a step"
+    return Finding("ok", "device", f"a worker runs on {device.name}, {steps}")
 
 
 def check_cuda_kernels() -> Finding:
@@ -133,19 +151,24 @@ def check_cuda_kernels() -> Finding:
         built = f"built for {', '.join(info.cuda_architectures)} by nvcc {info.cuda_compiler}{checks}"
     if not devices:
         return Finding("note", what, f"{built}; no device found")
-    found = ", ".join(f"{device.name} ({_dotted(device.compute_capability)})" for device in devices)
+    found = ", ".join(f"{device.name} ({dotted(device.compute_capability)})" for device in devices)
     if info is not None:
         left_out = {
             d.compute_capability for d in devices if not build.runs_on(info.cuda_architectures, d.compute_capability)
         }
         if left_out:
-            lacking = ", ".join(map(_dotted, sorted(left_out)))
+            lacking = ", ".join(map(dotted, sorted(left_out)))
             return Finding("note", what, f"{built}, which compute capability {lacking} cannot run; devices: {found}")
+        found += f"; {_kernel_paths(info.cuda_architectures, devices[0].compute_capability)}"
     return Finding("ok", what, f"{built}; devices: {found}")
 
 
-def _dotted(compute_capability: int) -> str:
-    return f"{compute_capability // 10}.{compute_capability % 10}"
+def _kernel_paths(architectures: Sequence[str], compute_capability: int) -> str:
+    """Which of several kernels for the same operation the first device gets."""
+    if compute_capability != 90:
+        return "prefill by mma products, products of few rows by cuBLAS"
+    prefill = "warp-group" if "90a" in architectures else "mma"
+    return f"prefill by {prefill} products, products of few rows by Pagemill's kernel"
 
 
 def check_redis() -> Finding:
@@ -194,6 +217,7 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     check_kernels,
     check_cuda,
     check_cuda_kernels,
+    check_device,
     check_redis,
     check_demo_model,
     check_ports,

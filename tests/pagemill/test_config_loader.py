@@ -223,6 +223,26 @@ def test_every_setting_of_every_service_can_be_set_by_its_variable() -> None:
             assert loaded.origins[name] == f"environment {environment_name(service, name)}"
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_blocks": "64", "kv_cache_gib": "2"}, "num_blocks is 64 and kv_cache_gib is 2"),
+        ({"device": "cpu", "gpu_memory_utilization": "0.5"}, "gpu_memory_utilization is 0.5 and device is cpu"),
+        (
+            {"max_model_len": "8192", "num_blocks": "100"},
+            "max_model_len is 8192 and num_blocks is 100: with block_size 16 the KV cache holds 1600 tokens",
+        ),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused_naming_both(options: dict[str, str], words: str) -> None:
+    assert words in refusal("worker", options=options)
+
+
+def test_options_that_only_do_nothing_together_are_taken() -> None:
+    load("worker", options={"device": "cpu", "enforce_eager": "true", "kv_cache_dtype": "fp8", "dtype": "float32"})
+    load("worker", options={"device": "cuda", "gpu_memory_utilization": "0.5", "num_blocks": "64"})
+
+
 def test_only_settings_are_kept_from_the_processes_of_a_supervisor() -> None:
     assert is_setting_variable("PAGEMILL_ROUTER_HTTP_PORT")
     assert is_setting_variable("PAGEMILL_CONFIG_FILE")

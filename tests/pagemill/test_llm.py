@@ -197,6 +197,11 @@ async def test_the_event_loop_runs_on_while_one_waits(llm: LLM) -> None:
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"max_model_len": 0}, "max_model_len"),
         ({"max_model_len": 10**6}, "max_model_len"),
+        ({"max_model_len": 8192, "kv_cache_gib": 0.01}, "max_model_len"),
+        ({"max_model_len": 8192, "num_blocks": 16}, "max_model_len"),
+        ({"num_blocks": 16, "kv_cache_gib": 1.0}, "num_blocks"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
+        ({"kv_cache_gib": 1e-6}, "kv_cache_gib"),
         ({"nonsense": 1}, "nonsense"),
     ],
 )

@@ -15,8 +15,10 @@ import psutil
 import pytest
 import yaml
 
+from pagemill import serve_plan
 from pagemill.commands.serve import load_all
 from pagemill.cpu_cores import available_cores
+from pagemill.cuda_driver import DriverDevice
 from pagemill.errors import ConfigError, UnavailableError
 from pagemill.managed_process import ManagedProcess
 from pagemill.redis_server import RedisServer, find_redis_server, guarded, ping, redis_command, socket_path
@@ -265,3 +267,18 @@ def test_processes_get_threads_by_their_work_and_settings_from_their_file_alone(
     assert "PAGEMILL_ROUTER_HTTP_PORT" not in router
     assert (worker["PAGEMILL_CPU_ISA"], worker["PATH"]) == ("avx2", "/bin")
     assert worker["PAGEMILL_PARENT_PID"] == str(os.getpid())
+
+
+def test_several_workers_see_one_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gpus(environment: dict[str, str], **options: str) -> list[str | None]:
+        plan = make_plan(load_all(None, options, {}), "model")
+        names = ["router", *(worker_name(index) for index in range(len(plan.workers)))]
+        return [process_environment(name, plan, environment).get("CUDA_VISIBLE_DEVICES") for name in names]
+
+    monkeypatch.setattr(serve_plan, "cuda_devices", lambda: [DriverDevice("GPU", 90, 1)] * 2)
+    assert gpus({}, num_workers="3") == [None, "0", "1", "0"]
+    assert gpus({"CUDA_VISIBLE_DEVICES": "5, GPU-1"}, num_workers="2") == ["5, GPU-1", "5", "GPU-1"]
+    assert gpus({}, num_workers="1") == [None, None]
+    assert gpus({}, num_workers="2", device="cpu") == [None, None, None]
+    monkeypatch.setattr(serve_plan, "cuda_devices", list)
+    assert gpus({}, num_workers="2") == [None, None, None]
