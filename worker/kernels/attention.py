@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -18,6 +19,8 @@ _INT32 = (torch.int32,)
 _FLOAT32 = (torch.float32,)
 # Which kernel runs: what the plan chose, or the one of that name.
 _BY_PLAN, _V1, _V2 = 0, 1, 2
+
+_TRACING = os.environ.get("PAGEMILL_TRACE_KERNELS", "0") not in ("", "0")
 
 _attention_plans = PlanCache()
 
@@ -143,13 +146,13 @@ def _run(
     )  # fmt: skip
     run = _attention_plans.get(key)
     if run is None:
-        run = _attention_plans.remember(key, _attention_plan(*tensors))
+        run = _attention_plans.remember(key, bind_attention(*tensors))
     query = tensors[1]
     launch = None
     if query.is_cuda:
         launch = _checked_launch(entry, plan)
-        if _TRACING:
-            _trace(tensors)
+        if is_tracing():
+            trace(key_cache=tensors[2], block_tables=tensors[4], seq_slots=tensors[5], context_lens=tensors[7])
     run(entry, [address(t) for t in tensors], scale, window, soft_cap, launch, stream_of(query))
 
 
@@ -161,18 +164,22 @@ def _checked_launch(entry: int, plan: AttentionPlan | None) -> object:
     return plan.launch
 
 
-_TRACING = os.environ.get("PAGEMILL_TRACE_KERNELS", "0") not in ("", "0")
+def is_tracing() -> bool:
+    """Whether $PAGEMILL_TRACE_KERNELS asks for a line per launch, and the current stream can be waited for."""
+    return _TRACING and not torch.cuda.is_current_stream_capturing()
 
 
-def _trace(tensors: tuple[torch.Tensor | None, ...]) -> None:
-    """The line that the CPU kernels write themselves; it waits for the device."""
-    key_cache, block_tables, seq_slots, context_lens = tensors[2], tensors[4], tensors[5], tensors[7].tolist()
-    if not context_lens:
+def trace(
+    key_cache: torch.Tensor, block_tables: torch.Tensor, seq_slots: torch.Tensor | None, context_lens: torch.Tensor
+) -> None:
+    """Write the line of one launch, which the CPU kernels write themselves; it waits for the device."""
+    lengths = context_lens.tolist()
+    if not lengths:
         return
     row = 0 if seq_slots is None else int(seq_slots[0])
-    num_blocks = -(-context_lens[0] // key_cache.shape[2])
+    num_blocks = -(-lengths[0] // key_cache.shape[2])
     blocks = ",".join(map(str, block_tables[row, :num_blocks].tolist()))
-    lens = ",".join(map(str, context_lens))
+    lens = ",".join(map(str, lengths))
     line = f"PagedAttentionKernel: block_table=[{blocks}], context_len=[{lens}], block_size={key_cache.shape[2]}"
     print(line, file=sys.stderr)
 
@@ -198,7 +205,7 @@ def check_attention_sizes(
     return [*out_strides[:2], *query_strides[:2]], kv_dtype
 
 
-def _attention_plan(
+def bind_attention(
     out: torch.Tensor,
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -212,7 +219,8 @@ def _attention_plan(
     lse: torch.Tensor | None,
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
-) -> object:
+) -> Callable[..., None]:
+    """The native call for tensors of these shapes. TypeError, ValueError."""
     dims = Dims("paged_attention")
     strides, kv_dtype = check_attention_sizes(dims, out, query, key_cache, value_cache)
     table_strides = dims.tensor(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -31,7 +32,7 @@ def rms_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: floa
     )  # fmt: skip
     plan = _norm_plans.get(key)
     if plan is None:
-        plan = _norm_plans.remember(key, _norm_plan("rms_norm", out, x, weight, None))
+        plan = _norm_plans.remember(key, bind_norm("rms_norm", out, x, weight, None))
     plan(out.data_ptr(), x.data_ptr(), 0, weight.data_ptr(), eps, stream_of(x))
 
 
@@ -49,7 +50,7 @@ def fused_add_rms_norm(
     )  # fmt: skip
     plan = _norm_plans.get(key)
     if plan is None:
-        plan = _norm_plans.remember(key, _norm_plan("fused_add_rms_norm", out, x, weight, residual))
+        plan = _norm_plans.remember(key, bind_norm("fused_add_rms_norm", out, x, weight, residual))
     plan(out.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, stream_of(x))
 
 
@@ -68,9 +69,10 @@ def check_norm(
     return [out_stride, x_stride, residual_strides[0]]
 
 
-def _norm_plan(
+def bind_norm(
     op: str, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
-) -> object:
+) -> Callable[..., None]:
+    """The native call for tensors of these shapes. TypeError, ValueError."""
     dims = Dims(op)
     strides = check_norm(dims, out, x, weight, residual)
     residual_dtype = x.dtype if residual is None else residual.dtype
@@ -97,11 +99,12 @@ def _activation_and_mul(out: torch.Tensor, gate_up: torch.Tensor, activation: st
     )  # fmt: skip
     plan = _activation_plans.get(key)
     if plan is None:
-        plan = _activation_plans.remember(key, _activation_plan(out, gate_up, activation))
+        plan = _activation_plans.remember(key, bind_activation(out, gate_up, activation))
     plan(out.data_ptr(), gate_up.data_ptr(), stream_of(out))
 
 
-def _activation_plan(out: torch.Tensor, gate_up: torch.Tensor, activation: str) -> object:
+def bind_activation(out: torch.Tensor, gate_up: torch.Tensor, activation: str) -> Callable[..., None]:
+    """The native call for tensors of these shapes. TypeError, ValueError."""
     op = "silu_and_mul" if activation == "silu" else "gelu_and_mul"
     dims = Dims(op)
     out_strides = dims.tensor("out", out, ("num_tokens", "size"), _ACTIVATIONS, contiguous=False)
@@ -141,7 +144,7 @@ def _gather(op: str, out: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) 
     )
     plan = _gather_plans.get(key)
     if plan is None:
-        plan = _gather_plans.remember(key, _gather_plan(op, out, table, ids))
+        plan = _gather_plans.remember(key, bind_gather(op, out, table, ids))
     plan(out.data_ptr(), table.data_ptr(), ids.data_ptr(), stream_of(out))
 
 
@@ -154,7 +157,8 @@ def check_embedding(dims: Dims, out: torch.Tensor, table: torch.Tensor) -> tuple
     return out_strides[0], table_strides[0]
 
 
-def _gather_plan(op: str, out: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> object:
+def bind_gather(op: str, out: torch.Tensor, table: torch.Tensor, ids: torch.Tensor) -> Callable[..., None]:
+    """The native call for tensors of these shapes. TypeError, ValueError."""
     dims = Dims(op)
     out_stride, table_stride = check_embedding(dims, out, table)
     dims.tensor("ids", ids, ("num_rows",), _INDEX_DTYPES)

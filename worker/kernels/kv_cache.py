@@ -6,7 +6,7 @@ or of float8_e4m3fn or float8_e5m2. The slot of a token is block * block_size + 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -193,7 +193,7 @@ def rope_and_store(
     )  # fmt: skip
     plan = _rope_store_plans.get(signature)
     if plan is None:
-        plan = _rope_store_plan(
+        plan = bind_rope_and_store(
             qkv, positions, cos_sin, key_cache, value_cache, slot_mapping, num_query_heads, num_kv_heads, layout,
             key_scale, value_scale,
         )  # fmt: skip
@@ -204,7 +204,7 @@ def rope_and_store(
     )  # fmt: skip
 
 
-def _rope_store_plan(
+def bind_rope_and_store(
     qkv: torch.Tensor,
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
@@ -216,7 +216,8 @@ def _rope_store_plan(
     layout: str,
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
-) -> object:
+) -> Callable[..., None]:
+    """The native call for tensors of these shapes. TypeError, ValueError."""
     dims = Dims("rope_and_store", num_kv_heads=num_kv_heads)
     if num_query_heads < 1 or num_kv_heads < 1:
         raise ValueError(

@@ -28,8 +28,9 @@ _MAX_FRAMES = 64
 
 @dataclass(slots=True)
 class _Step:
-    """Addresses of one run, for the launches that read a step's inputs."""
+    """One run's inputs and their addresses, for the launches that read them."""
 
+    inputs: StepInputs
     stream: int
     token_ids: int
     positions: int
@@ -115,7 +116,7 @@ class LaunchProgram:
         elementwise.check_embedding(self._dims("embedding", num_rows=self._max_tokens), out, table)
         call = self._step_call(
             _signature("embedding", out, table),
-            lambda step: elementwise._gather_plan("embedding", out[: len(step.token_ids)], table, step.token_ids),
+            lambda step: elementwise.bind_gather("embedding", out[: len(step.token_ids)], table, step.token_ids),
         )
         addresses = out.data_ptr(), table.data_ptr()
 
@@ -149,7 +150,7 @@ class LaunchProgram:
     ) -> Launch:
         rows = None if residual is None else frame.rows(residual)
         run = frame.plan(
-            _signature(op, out, x, residual), elementwise._norm_plan, op, frame.rows(out), frame.rows(x), weight, rows
+            _signature(op, out, x, residual), elementwise.bind_norm, op, frame.rows(out), frame.rows(x), weight, rows
         )
         arguments = out.data_ptr(), x.data_ptr(), address(residual), weight.data_ptr(), eps
         return lambda step: run(*arguments, step.stream)
@@ -175,7 +176,7 @@ class LaunchProgram:
         def bind(frame: _Frame) -> Launch:
             gate_up = self._scratch_rows(frame, weight.product_width, weight.dtype)
             run = frame.plan(
-                _signature("silu_and_mul", out), elementwise._activation_plan, frame.rows(out), gate_up, "silu"
+                _signature("silu_and_mul", out), elementwise.bind_activation, frame.rows(out), gate_up, "silu"
             )
             addresses = out.data_ptr(), gate_up.data_ptr()
             return lambda step: run(*addresses, step.stream)
@@ -261,7 +262,7 @@ class LaunchProgram:
         heads = num_query_heads, num_kv_heads, layout
         call = self._step_call(
             (_signature("rope_and_store", qkv, key_cache, value_cache), len(key_cache), heads),
-            lambda step: kv_cache._rope_store_plan(
+            lambda step: kv_cache.bind_rope_and_store(
                 qkv[: len(step.token_ids)], step.positions, step.cos_sin, key_cache, value_cache, step.slot_mapping,
                 *heads, key_scale, value_scale,
             ),
@@ -294,7 +295,7 @@ class LaunchProgram:
 
         def make(step: StepInputs) -> Any:
             rows = len(step.token_ids)
-            return attention._attention_plan(
+            return attention.bind_attention(
                 out[:rows], query[:rows], key_cache, value_cache, step.block_table, step.seq_slots, step.query_start,
                 step.context_lens, None, None, None, key_scale, value_scale,
             )  # fmt: skip
@@ -305,6 +306,9 @@ class LaunchProgram:
         after = [0, 0, 0, address(key_scale), address(value_scale)]
 
         def launch(step: _Step) -> None:
+            if step.attention_launches and attention.is_tracing():
+                inputs = step.inputs
+                attention.trace(key_cache, inputs.block_table, inputs.seq_slots, inputs.context_lens)
             plan = step.attention_launches.get(window)
             step.calls[call](0, before + step.tables + after, scale, window, soft_cap, plan, step.stream)
 
@@ -355,7 +359,7 @@ class LaunchProgram:
             self._bound_step_calls.remember(sizes, calls)
         token_ids, positions, cos_sin, slot_mapping, *tables = addresses
         step = _Step(
-            stream_of(inputs.token_ids), token_ids, positions, cos_sin, slot_mapping, tables, calls,
+            inputs, stream_of(inputs.token_ids), token_ids, positions, cos_sin, slot_mapping, tables, calls,
             self._attention_launches(inputs),
         )  # fmt: skip
         return step, self._frame(sizes.num_tokens)
