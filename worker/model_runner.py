@@ -24,9 +24,10 @@ from worker.device import (
     pick_max_num_seqs,
     pick_max_step_tokens,
 )
-from worker.kv_cache import KVLayout, allocate_cache, check_context, cpu_blocks
+from worker.kv_cache import KVLayout, allocate_cache, check_context, cpu_blocks, log_pool
 from worker.layers.context import LayerContext
 from worker.loader import WeightReader, model_fingerprint, open_source
+from worker.memory_plan import make_memory_plan
 from worker.models import CausalLM, resolve
 from worker.sampler import Sampler, prompt_logprobs
 from worker.slots import IntArray, SlotTable
@@ -60,14 +61,20 @@ class ModelRunner:
             settings.dtype, dtype_from_name(config.get("dtype") or config.get("torch_dtype")), self.device
         )
         kv_dtype = pick_kv_dtype(settings.kv_cache_dtype, self.dtype)
+        memory_plan = make_memory_plan(self.device, settings)
         logger.info("loading %s from %s as %s", source.name, source.path, dtype_name(self.dtype))
         self._model = resolve(config)(config, LayerContext(self.dtype, self.device.torch_device))
         weight_source = open_source(
-            source, settings.load_format, seed=settings.seed, absent_if_random=self._model.optional_weights
+            source,
+            settings.load_format,
+            seed=settings.seed,
+            absent_if_random=self._model.optional_weights,
+            device=self.device.torch_device,
         )
         self.fingerprint = model_fingerprint(config, weight_source, self.dtype, settings.seed, kv_dtype)
-        reader = WeightReader(weight_source, self.dtype)
-        self._model.load_weights(reader)
+        reader = WeightReader(weight_source, self.dtype, self.device.torch_device)
+        with memory_plan.loading(config, self.dtype):
+            self._model.load_weights(reader)
         reader.warn_unused()
         max_model_len = self._max_model_len(settings)
         max_step_tokens = pick_max_step_tokens(settings.max_num_batched_tokens, self.device)
@@ -87,6 +94,7 @@ class ModelRunner:
         )
         self._model.allocate(max_step_tokens, max_model_len)
         self._cache = allocate_cache(self._model.kv_spec, kv_dtype, settings.block_size, num_blocks, self.device)
+        log_pool(num_blocks, layout, max_model_len)
         self._table = SlotTable(max_num_seqs, max_model_len, settings.block_size, num_blocks)
         self._builder = BatchBuilder(self._table, max_step_tokens)
         self._sampler = Sampler(self._table, self._model.vocab_size)
@@ -98,12 +106,10 @@ class ModelRunner:
         self._next_step = 0
         self._last_end_ns = 0
         logger.info(
-            "ready after %.1f s: weights %d bytes; %d KV blocks of %d tokens, %d bytes a token; context length %d",
+            "ready after %.1f s on %s: weights %.2f GiB, context length %d",
             time.monotonic() - started,
-            self._model.weight_bytes,
-            num_blocks,
-            settings.block_size,
-            self.capacity.kv_bytes_per_token,
+            self.device.name,
+            self._model.weight_bytes / (1 << 30),
             max_model_len,
         )
 
