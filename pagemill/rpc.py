@@ -56,9 +56,15 @@ def server_options() -> list[tuple[str, int]]:
     ]
 
 
-def aio_channel(address: str) -> grpc.aio.Channel:
-    """An asyncio channel to `host:port`. Connects lazily; the caller closes it."""
-    return grpc.aio.insecure_channel(address, options=channel_options())
+def aio_channel(address: str, *, receive_window_bytes: int = 0) -> grpc.aio.Channel:
+    """An asyncio channel to `host:port`. Connects lazily; the caller closes it.
+
+    With `receive_window_bytes`, about so much may be on its way here unread; otherwise gRPC lets it grow to megabytes.
+    """
+    options = channel_options()
+    if receive_window_bytes:
+        options += [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", receive_window_bytes)]
+    return grpc.aio.insecure_channel(address, options=options)
 
 
 def sync_channel(address: str) -> grpc.Channel:

@@ -34,6 +34,9 @@ WRITE_TIMEOUT_S = 10.0
 # Load reports come every second: a session that is silent for this long is dead, whatever TCP says.
 SILENCE_TIMEOUT_S = 20.0
 MAX_QUEUED_SENDS = 4096
+# Output that may be on its way from a scheduler. While the router is behind, what waits at the scheduler is joined, and
+# so cheaper to handle; what is on its way already is not, and each message of it would be a step late.
+RECEIVE_WINDOW_BYTES = 1 << 16
 # Numbers (tokens, alternatives) that wait for a client who does not read; beyond this the request is cancelled.
 MAX_PENDING_WEIGHT = 1 << 16
 # Prefix keys remembered per scheduler, so that a peer can not fill the router's memory.
@@ -230,7 +233,7 @@ class SchedulerLink:
             backoff = min(BACKOFF_MOST_S, backoff * 2)
 
     async def _session(self) -> None:
-        async with aio_channel(self.address) as channel:
+        async with aio_channel(self.address, receive_window_bytes=RECEIVE_WINDOW_BYTES) as channel:
             call = scheduler_pb2_grpc.SchedulerStub(channel).Session()  # type: ignore[no-untyped-call]
             try:
                 async with asyncio.timeout(HELLO_TIMEOUT_S):
