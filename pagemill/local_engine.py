@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from router.tokenizer import Tokenizer
     from router.wire import RequestUpdate
     from scheduler.sequence import FinishedSequence, OwnerOutput
+    from worker.pending_step import PendingStep
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +69,14 @@ class LocalEngine:
 
     Args:
         args: model and limits.
+        steps_in_flight: most steps launched before the oldest one's result is taken; None is what suits the device.
 
     Raises:
         ConfigError: an argument is wrong; the message names it.
         ModelLoadError: the model cannot be found or loaded.
     """
 
-    def __init__(self, args: EngineArgs) -> None:
+    def __init__(self, args: EngineArgs, *, steps_in_flight: int | None = None) -> None:
         check_kernel_variables(os.environ)
         # Imported here: these pull in torch and the tokenizer library.
         from router.chat import ChatRenderer, configured_templates
@@ -88,6 +91,8 @@ class LocalEngine:
         templates = configured_templates(args.chat_template, self.tokenizer.chat_templates)
         self._renderer = ChatRenderer(templates, self.tokenizer.special_tokens)
         self._runner = ModelRunner(settings)
+        self._steps_in_flight = steps_in_flight or self._runner.max_steps_in_flight
+        self._in_flight: deque[PendingStep] = deque()
         self.capacity = self._runner.capacity
         self._limits = SchedulerLimits(
             max_num_batched_tokens=args.max_num_batched_tokens or self.capacity.max_step_tokens,
@@ -109,13 +114,14 @@ class LocalEngine:
 
         self._epoch += 1
         self._running.clear()
+        self._in_flight.clear()
         self._runner.begin_epoch(self._epoch)
         self.scheduler = Scheduler(self.capacity, self._limits, epoch=self._epoch)
 
     @property
     def has_work(self) -> bool:
-        """Requests have not ended, or something is to be reported."""
-        return bool(self._running) or self.scheduler.has_outputs
+        """Requests have not ended, something is to be reported, or a step's result is to be taken."""
+        return bool(self._running or self._in_flight) or self.scheduler.has_outputs
 
     def completion_prompt(self, prompt: str) -> Prompt:
         """A text to continue, with the tokenizer's default special tokens."""
@@ -182,19 +188,27 @@ class LocalEngine:
             self._start_epoch()
 
     def step(self) -> list[EngineEvent]:
-        """Plan, run and account for one step; what it brought, per request.
+        """Keep the device busy and take one step's result; what it brought, per request.
 
         Raises:
             PagemillError: a step failed as a whole. All requests are lost; call `forget_all`.
         """
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            outputs = self.scheduler.update(self._runner.execute(plan))
+        self._launch()
+        if self._in_flight:
+            outputs = self.scheduler.update(self._in_flight.popleft().result())
+            if self._in_flight:
+                # The device goes on while text is made of what came back.
+                self._launch()
         else:
             outputs = self.scheduler.take_outputs()
             if not outputs and self._running:
                 raise PagemillError("the scheduler has requests but plans no step")
         return [event for output in outputs.values() for event in self._events(output)]
+
+    def _launch(self) -> None:
+        """Launch steps as long as more may be in flight and there is something to run."""
+        while len(self._in_flight) < self._steps_in_flight and (plan := self.scheduler.schedule()) is not None:
+            self._in_flight.append(self._runner.launch(plan))
 
     def _events(self, output: OwnerOutput) -> list[EngineEvent]:
         updates = _updates(output)

@@ -96,7 +96,7 @@ class PromptChunkLogprobs:
 
 @dataclass(slots=True)
 class SlotFailure:
-    """A row whose logits were NaN or infinite. The slot samples nothing more."""
+    """A row whose logits were NaN or infinite, or whose step ran out of memory. The slot samples nothing more."""
 
     slot: int
     message: str
@@ -104,7 +104,10 @@ class SlotFailure:
 
 @dataclass(slots=True)
 class StepResult:
-    """Outcome of one plan: one token per row with `sample` set, in row order (0 where the row failed)."""
+    """Outcome of one plan: one token per row with `sample` set, in row order (0 where the row failed).
+
+    The last three fields are the worker's own and do not travel.
+    """
 
     epoch: int
     step: int
@@ -115,6 +118,9 @@ class StepResult:
     forward_ns: int = 0
     sample_ns: int = 0
     gap_ns: int = 0
+    ran_out_of_memory: bool = False  # all rows failed
+    is_decode: bool = False  # one token per row, all sampled
+    is_replay: bool = False  # of a CUDA graph
 
 
 @dataclass(slots=True, frozen=True)

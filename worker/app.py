@@ -10,9 +10,11 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from types import FrameType
 
 import torch
+from opentelemetry.trace import Span, Tracer
 
 from pagemill.config import WorkerSettings
 from pagemill.errors import DesyncError
@@ -30,12 +32,15 @@ from worker import wire
 from worker.link import Backoff, SchedulerStream, StreamEndedError
 from worker.metrics import WorkerMetrics
 from worker.model_runner import ModelRunner
+from worker.pending_step import PendingStep
 from worker.profile import StepProfile
 
 logger = logging.getLogger(__name__)
 
 PARENT_PID_ENV = "PAGEMILL_PARENT_PID"
 _POLL_S = 0.2
+# While a step runs and another may be launched: how long to listen for a plan before the step is looked at again.
+_BUSY_POLL_S = 50e-6
 _PR_SET_PDEATHSIG = 1
 
 
@@ -184,6 +189,7 @@ class WorkerProcess:
         Raises:
             StreamEndedError, DesyncError: as they come, except for an ended stream while draining.
         """
+        steps = StepsInFlight(self._runner, self._tracer)
         drain_until: float | None = None
         while True:
             if drain_until is None and self._shutdown.requested:
@@ -193,8 +199,11 @@ class WorkerProcess:
             if drain_until is not None and time.monotonic() > drain_until:
                 logger.warning("drain timeout of %g s passed", self._settings.drain_timeout_s)
                 return
+            if steps.has_result:
+                self._send_result(stream, steps)
+                continue
             try:
-                message = stream.receive(_POLL_S)
+                message = stream.receive(_BUSY_POLL_S if steps else _POLL_S)
             except StreamEndedError:
                 if drain_until is not None:
                     return
@@ -203,23 +212,54 @@ class WorkerProcess:
                 continue
             kind = message.WhichOneof("message")
             if kind == "step":
-                plan = wire.plan_from_proto(message.step)
-                stream.send(wire.result_to_proto(self._execute(plan)))
+                steps.launch(wire.plan_from_proto(message.step))
             elif kind == "drain":
+                while steps:
+                    self._send_result(stream, steps)
                 logger.info("the scheduler drains this worker")
                 return
             elif kind == "profile":
                 self._profile = StepProfile(message.profile.num_steps) if message.profile.num_steps else None
 
-    def _execute(self, plan: StepPlan) -> StepResult:
-        if plan.trace_links:
-            links = [link for link in map(link_from_traceparent, plan.trace_links) if link is not None]
-            with self._tracer.start_as_current_span("worker.step", links=links) as span:
-                result = self._runner.execute(plan)
-                span.set_attributes({"pagemill.rows": plan.num_rows, "pagemill.tokens": sum(plan.num_tokens)})
-        else:
-            result = self._runner.execute(plan)
+    def _send_result(self, stream: SchedulerStream, steps: StepsInFlight) -> None:
+        plan, result = steps.take()
+        stream.send(wire.result_to_proto(result))
         self._metrics.observe(plan, result)
         if self._profile is not None and self._profile.add(plan, result):
             self._profile = None
-        return result
+
+
+class StepsInFlight:
+    """Launched steps whose results are to be taken, oldest first."""
+
+    def __init__(self, runner: ModelRunner, step_tracer: Tracer) -> None:
+        self._runner = runner
+        self._tracer = step_tracer
+        self._steps: deque[tuple[StepPlan, PendingStep, Span | None]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def has_result(self) -> bool:
+        """The oldest result is to be taken now: it is there, or no further step may be launched before it is."""
+        if not self._steps:
+            return False
+        return len(self._steps) >= self._runner.max_steps_in_flight or self._steps[0][1].is_done
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a step. Raises DesyncError."""
+        span = None
+        if plan.trace_links:
+            links = [link for link in map(link_from_traceparent, plan.trace_links) if link is not None]
+            span = self._tracer.start_span("worker.step", links=links)
+            span.set_attributes({"pagemill.rows": plan.num_rows, "pagemill.tokens": sum(plan.num_tokens)})
+        self._steps.append((plan, self._runner.launch(plan), span))
+
+    def take(self) -> tuple[StepPlan, StepResult]:
+        """Wait for the oldest step."""
+        plan, step, span = self._steps.popleft()
+        result = step.result()
+        if span is not None:
+            span.end()
+        return plan, result

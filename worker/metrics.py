@@ -32,6 +32,15 @@ class WorkerMetrics:
         self._nan_failures = Counter(
             "pagemill:worker_nan_failures", "Sequences ended by NaN or infinite logits", registry=self.registry
         )
+        self._out_of_memory = Counter(
+            "pagemill:worker_out_of_memory", "Steps that ran out of memory", registry=self.registry
+        )
+        self._decode_steps = Counter(
+            "pagemill:worker_decode_steps", "Steps with one token per sequence", registry=self.registry
+        )
+        self._graph_replays = Counter(
+            "pagemill:worker_graph_replays", "Decode steps that replayed a CUDA graph", registry=self.registry
+        )
         self._attaches = Counter(
             "pagemill:worker_attaches", "Streams to a scheduler that were accepted", registry=self.registry
         )
@@ -49,5 +58,9 @@ class WorkerMetrics:
         self._step_seconds.observe((result.forward_ns + result.sample_ns) * 1e-9)
         if result.gap_ns:
             self._gap_seconds.observe(result.gap_ns * 1e-9)
-        if result.failures:
+        self._decode_steps.inc(result.is_decode)
+        self._graph_replays.inc(result.is_replay)
+        if result.ran_out_of_memory:
+            self._out_of_memory.inc()
+        elif result.failures:
             self._nan_failures.inc(len(result.failures))

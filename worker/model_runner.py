@@ -1,175 +1,128 @@
-"""Executes step plans: applies deltas to the slots, runs the model, samples, and says what came out."""
+"""Launches step plans: applies deltas to the slots, runs the model, samples; results are asked for later."""
 
 from __future__ import annotations
 
 import logging
-import time
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pagemill.config import WorkerSettings
-from pagemill.errors import ConfigError, DesyncError
-from pagemill.model_source import load_config, resolve_model
-from pagemill.step import PromptChunkLogprobs, SlotFailure, StepPlan, StepResult, TokenLogprobs, WorkerCapacity
+from pagemill.errors import DesyncError
+from pagemill.step import StepPlan, StepResult
 from worker import kernels
-from worker.batch import BatchBuilder, StepBatch
-from worker.device import (
-    dtype_from_name,
-    dtype_name,
-    pick_device,
-    pick_dtype,
-    pick_kv_dtype,
-    pick_max_num_seqs,
-    pick_max_step_tokens,
-)
-from worker.kv_cache import KVLayout, allocate_cache, check_context, cpu_blocks, log_pool
-from worker.layers.context import LayerContext
-from worker.loader import WeightReader, model_fingerprint, open_source
-from worker.memory_plan import make_memory_plan
-from worker.models import CausalLM, resolve
-from worker.sampler import Sampler, prompt_logprobs
-from worker.slots import IntArray, SlotTable
+from worker.batch import StepRows
+from worker.forward_pass import Hidden
+from worker.models import CausalLM
+from worker.pending_step import Draws, PendingChunk, PendingStep, StepMarks, is_out_of_memory
+from worker.runner_parts import RunnerParts, build_parts
+from worker.sampler import LogprobArrays, StagedDraws, staged_sampling_ints
+from worker.slots import IntArray
+from worker.step_buffers import ResultRing, aligned
+from worker.step_device import Mark, StepDevice
 
 logger = logging.getLogger(__name__)
-
-# Rows of logits held at once. More would buy no speed and cost vocabulary size x 4 bytes each.
-_MAX_LOGIT_ROWS = 128
 
 
 class ModelRunner:
     """One model on one device. Not safe for use by several threads at once.
 
+    Steps are launched one after the other, and the next before the result of the last is there: `launch` never waits
+    for the device. What a later step reads of an earlier one, drawn tokens included, is on the device and ordered by
+    its work; the host keeps lengths alone. So a slot or block may be given to another sequence as soon as the results
+    of all steps that refer to it were taken.
+
     Args:
         settings: the worker's settings.
+        step_device: where steps run; unless given, what suits the settings' device.
 
     Raises:
         ConfigError: settings that do not fit the model or the machine.
         ModelLoadError: the model cannot be loaded.
     """
 
-    def __init__(self, settings: WorkerSettings) -> None:
-        started = time.monotonic()
-        self.device = pick_device(settings.device)
-        if settings.num_threads is not None:
-            kernels.set_num_threads(settings.num_threads)
-        source = resolve_model(settings.model)
-        config = load_config(source)
-        self.model_name = source.name
-        self.dtype = pick_dtype(
-            settings.dtype, dtype_from_name(config.get("dtype") or config.get("torch_dtype")), self.device
-        )
-        kv_dtype = pick_kv_dtype(settings.kv_cache_dtype, self.dtype)
-        memory_plan = make_memory_plan(self.device, settings)
-        logger.info("loading %s from %s as %s", source.name, source.path, dtype_name(self.dtype))
-        self._model = resolve(config)(config, LayerContext(self.dtype, self.device.torch_device))
-        weight_source = open_source(
-            source,
-            settings.load_format,
-            seed=settings.seed,
-            absent_if_random=self._model.optional_weights,
-            device=self.device.torch_device,
-        )
-        self.fingerprint = model_fingerprint(config, weight_source, self.dtype, settings.seed, kv_dtype)
-        reader = WeightReader(weight_source, self.dtype, self.device.torch_device)
-        with memory_plan.loading(config, self.dtype):
-            self._model.load_weights(reader)
-        reader.warn_unused()
-        max_model_len = self._max_model_len(settings)
-        max_step_tokens = pick_max_step_tokens(settings.max_num_batched_tokens, self.device)
-        max_num_seqs = pick_max_num_seqs(settings.max_num_seqs, self.device)
-        layout = KVLayout(self._model.kv_spec, kv_dtype, settings.block_size)
-        num_blocks = cpu_blocks(layout, settings)
-        check_context(num_blocks, layout, settings, self._model.max_positions, self.device)
-        self.capacity = WorkerCapacity(
-            num_blocks=num_blocks,
-            block_size=settings.block_size,
-            num_slots=max_num_seqs,
-            max_model_len=max_model_len,
-            vocab_size=self._model.vocab_size,
-            max_step_tokens=max_step_tokens,
-            kv_bytes_per_token=layout.bytes_per_token,
-            shares_prefixes=not self._model.kv_depends_on_prompt_length,
-        )
-        self._model.allocate(max_step_tokens, max_model_len)
-        self._cache = allocate_cache(self._model.kv_spec, kv_dtype, settings.block_size, num_blocks, self.device)
-        log_pool(num_blocks, layout, max_model_len)
-        self._table = SlotTable(max_num_seqs, max_model_len, settings.block_size, num_blocks)
-        self._builder = BatchBuilder(self._table, max_step_tokens)
-        self._sampler = Sampler(self._table, self._model.vocab_size)
-        self._prompt_logprob_slots = np.full(max_num_seqs, -1, dtype=np.int32)
-        self._failed = np.zeros(max_num_seqs, dtype=np.bool_)
-        self._gathered = torch.empty((_MAX_LOGIT_ROWS, self._model.hidden_size), dtype=self.dtype)
-        self._logits = torch.empty((_MAX_LOGIT_ROWS, self._model.vocab_size), dtype=torch.float32)
+    def __init__(self, settings: WorkerSettings, step_device: StepDevice | None = None) -> None:
+        parts = build_parts(settings, step_device)
+        self._parts: RunnerParts = parts
+        self.model_name = parts.model_name
+        self.fingerprint = parts.fingerprint
+        self.capacity = parts.capacity
+        self.device = parts.device
+        self.dtype = parts.dtype
+        self.max_steps_in_flight = parts.step_device.max_steps_in_flight
+        self._device = parts.step_device
+        self._table = parts.table
+        self._builder = parts.builder
+        self._sampler = parts.sampler
+        self._pass = parts.forward_pass
+        num_slots = self.capacity.num_slots
+        self._results = ResultRing(self._device, num_slots)
+        self._prompt_logprob_slots = np.full(num_slots, -1, dtype=np.int32)
+        self._failed = np.zeros(num_slots, dtype=np.bool_)
         self._epoch: int | None = None
         self._next_step = 0
-        self._last_end_ns = 0
-        logger.info(
-            "ready after %.1f s on %s: weights %.2f GiB, context length %d",
-            time.monotonic() - started,
-            self.device.name,
-            self._model.weight_bytes / (1 << 30),
-            max_model_len,
-        )
+        self._last_end: Mark | None = None
 
     @property
     def model(self) -> CausalLM:
         """The loaded model."""
-        return self._model
+        return self._parts.model
 
-    def _max_model_len(self, settings: WorkerSettings) -> int:
-        longest = self._model.max_positions
-        if settings.max_model_len is None:
-            return longest
-        if settings.max_model_len > longest:
-            raise ConfigError(
-                f"max_model_len is {settings.max_model_len}, but the model's context length is {longest}",
-                field="max_model_len",
-            )
-        return settings.max_model_len
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs of decode steps."""
+        return len(self._pass.graphs)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Forget all sequences; the next plan is step 0 of `epoch`."""
+        """Forget all sequences, and steps in flight with them; the next plan is step 0 of `epoch`."""
         self._table.clear()
         self._epoch = epoch
         self._next_step = 0
-        self._last_end_ns = 0
+        self._last_end = None
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step.
+        """Run one step and wait for it. Raises as `launch`."""
+        return self.launch(plan).result()
 
-        A runner without an epoch takes that of the first plan.
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Start one step. At most two steps may be launched whose results are still to be taken.
+
+        A runner without an epoch takes that of the first plan. Where memory runs out, the rows of the step fail.
 
         Raises:
             DesyncError: not the expected epoch or step, or a plan that contradicts the slots. The runner's state is
                 undefined until `begin_epoch`.
         """
-        started_ns = time.monotonic_ns()
         self._expect(plan)
         slots = self._apply(plan)
         result = StepResult(epoch=plan.epoch, step=plan.step)
+        if not len(slots):
+            return PendingStep(result, slots, self._failed, None)
+        rows = self._builder.rows(plan, slots)
+        sampled = np.flatnonzero(np.array(plan.sample, dtype=np.bool_))
+        if (rows.ends[sampled] != self._table.num_known[slots[sampled]]).any():
+            raise DesyncError("a row is to be sampled before all its known tokens are computed")
+        result.is_decode = rows.max_count == 1 and len(sampled) == len(slots)
         # A step of new sequences alone followed idleness, which is no wait of the device.
-        if self._last_end_ns and len(plan.new_sequences) < len(slots):
-            result.gap_ns = started_ns - self._last_end_ns
-        forward_end_ns = started_ns
-        if len(slots):
-            batch = self._builder.build(plan, slots)
-            sampled_rows = np.flatnonzero(np.array(plan.sample, dtype=np.bool_))
-            ends = batch.starts + batch.counts
-            if (ends[sampled_rows] != self._table.num_known[slots[sampled_rows]]).any():
-                raise DesyncError("a row is to be sampled before all its known tokens are computed")
-            hidden = self._model.forward(batch, self._cache)
-            self._table.num_computed[slots] = ends
-            forward_end_ns = time.monotonic_ns()
-            if self._prompt_logprob_slots[slots].max() >= 0:
-                self._collect_prompt_logprobs(batch, hidden, result)
-            if len(sampled_rows):
-                self._sample(batch, sampled_rows, hidden, result)
-        self._last_end_ns = time.monotonic_ns()
-        result.forward_ns = forward_end_ns - started_ns
-        result.sample_ns = self._last_end_ns - forward_end_ns
-        return result
+        continues = len(plan.new_sequences) < len(slots)
+        step = PendingStep(
+            result, slots, self._failed, StepMarks(self._last_end if continues else None, self._device.mark())
+        )
+        graph_rows = self._pass.padded_rows(rows) if result.is_decode else None
+        staged, last_tokens = self._stage(rows, sampled, graph_rows)
+        if staged is not None:
+            step.draws = Draws(slots[sampled], self._results.take(), staged.num_logprobs)
+        try:
+            self._compute(step, plan, rows, graph_rows, staged, last_tokens)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.error("step %d ran out of memory: %s", plan.step, error)
+            step.ran_out_of_memory = True
+        assert step.marks is not None
+        self._last_end = step.marks.end = self._device.mark()
+        return step
 
     def _expect(self, plan: StepPlan) -> None:
         if self._epoch is None:
@@ -181,89 +134,106 @@ class ModelRunner:
         self._next_step += 1
 
     def _apply(self, plan: StepPlan) -> IntArray:
-        """Apply releases, new sequences, new blocks and copies; returns the slot of each row, int32 [B]."""
+        """Apply releases, new sequences and new blocks to the host's state; returns the slot of each row."""
         table = self._table
         table.release(plan.released_slots)
         for sequence in plan.new_sequences:
             table.enter(sequence)
             self._sampler.enter(sequence.slot, sequence.sampling)
             self._prompt_logprob_slots[sequence.slot] = min(
-                sequence.sampling.num_prompt_logprobs, self._model.vocab_size
+                sequence.sampling.num_prompt_logprobs, self.capacity.vocab_size
             )
             self._failed[sequence.slot] = False
         slots: IntArray = np.array(plan.slots, dtype=np.int32)
-        table.check_rows(plan.slots, slots)
+        table.check_rows(slots)
         table.append_blocks(slots, plan)
-        if plan.copy_sources or plan.copy_destinations:
-            self._copy_blocks(plan)
+        if len(plan.copy_sources) != len(plan.copy_destinations):
+            raise DesyncError(f"{len(plan.copy_sources)} copy sources, {len(plan.copy_destinations)} destinations")
+        table.check_blocks(np.array(plan.copy_sources, dtype=np.int64))
+        table.check_blocks(np.array(plan.copy_destinations, dtype=np.int64))
         return slots
 
-    def _copy_blocks(self, plan: StepPlan) -> None:
-        sources = np.array(plan.copy_sources, dtype=np.int64)
-        destinations = np.array(plan.copy_destinations, dtype=np.int64)
-        if len(sources) != len(destinations):
-            raise DesyncError(f"{len(sources)} copy sources, {len(destinations)} destinations")
-        self._table.check_blocks(sources)
-        self._table.check_blocks(destinations)
-        kernels.copy_blocks(self._cache.keys, self._cache.values, plan.copy_sources, plan.copy_destinations)
+    def _stage(
+        self, rows: StepRows, sampled: npt.NDArray[np.int64], graph_rows: int | None
+    ) -> tuple[StagedDraws | None, torch.Tensor | None]:
+        """Send everything that the step reads to the device, and count its tokens as computed and drawn.
 
-    def _sample(
+        Returns the parameters of the draws, and the tokens whose logits are drawn from: None is all of them.
+        """
+        staging, store, slots = self._builder.staging, self._table.store, rows.slots
+        store.stage_overflow(staging, staged_sampling_ints(len(sampled)) + aligned(len(sampled)))
+        staging.begin()
+        self._builder.stage(rows, graph_rows or len(slots))
+        staged = last_tokens = None
+        if len(sampled):
+            staged = self._sampler.stage(slots[sampled], staging)
+            if len(sampled) != rows.num_tokens:
+                last_tokens = staging.column((np.cumsum(rows.counts, dtype=np.int32) - 1)[sampled])
+        store.stage(staging)
+        staging.upload()
+        store.apply()
+        self._table.num_computed[slots] = rows.ends
+        self._table.note_sampled(slots[sampled])
+        return staged, last_tokens
+
+    def _compute(
         self,
-        batch: StepBatch,
-        rows: npt.NDArray[np.int64],
-        hidden: torch.Tensor,
-        result: StepResult,
+        step: PendingStep,
+        plan: StepPlan,
+        rows: StepRows,
+        graph_rows: int | None,
+        staged: StagedDraws | None,
+        last_tokens: torch.Tensor | None,
     ) -> None:
-        """Logits of the last position of `rows`, and a token for each."""
-        last_tokens = batch.query_start.numpy()[1:][rows] - 1
-        for first in range(0, len(rows), _MAX_LOGIT_ROWS):
-            part = rows[first : first + _MAX_LOGIT_ROWS]
-            slots = batch.slots[part]
-            logits = self._compute_logits(hidden, last_tokens[first : first + _MAX_LOGIT_ROWS], batch.num_tokens)
-            draws = self._sampler.sample(logits, slots)
-            failed = draws.failed | self._failed[slots]
-            if failed.any():
-                draws.token_ids[failed] = 0
-                for slot in slots[failed & ~self._failed[slots]].tolist():
-                    result.failures.append(SlotFailure(slot, "the model produced NaN or infinite logits"))
-                self._failed[slots[failed]] = True
-            self._table.append_tokens(slots, draws.token_ids)
-            result.sampled_token_ids += draws.token_ids.tolist()
-            for row, logprobs in draws.logprobs.items():
-                result.logprobs[first + row] = logprobs
+        """Launch copies, forward pass, log-probabilities and draws."""
+        cache = self._parts.cache
+        if plan.copy_sources:
+            kernels.copy_blocks(cache.keys, cache.values, plan.copy_sources, plan.copy_destinations)
+        hidden = self._pass.run(rows, graph_rows)
+        step.note_forward(hidden.is_replay, self._device.mark())
+        if self._prompt_logprob_slots[rows.slots].max() >= 0:
+            step.chunks = self._prompt_logprobs(rows, hidden.states)
+        if staged is not None and step.draws is not None:
+            self._draw(step.draws, staged, hidden, last_tokens)
 
-    def _compute_logits(self, hidden: torch.Tensor, tokens: IntArray, num_tokens: int) -> torch.Tensor:
-        """float32 logits [len(tokens), vocab_size] of chosen tokens of the step; valid until the next call."""
-        rows = len(tokens)
-        logits = self._logits[:rows]
-        if rows != num_tokens:
-            gathered = self._gathered[:rows]
-            kernels.gather_rows(gathered, hidden, torch.from_numpy(tokens))
-            hidden = gathered
-        self._model.compute_logits(hidden, logits)
-        return logits
+    def _draw(self, draws: Draws, staged: StagedDraws, hidden: Hidden, last_tokens: torch.Tensor | None) -> None:
+        """A token for each sampled row, from the logits of its last position."""
+        most_logprobs = int(staged.num_logprobs.max())
+        logprobs = None
+        if most_logprobs >= 0:
+            logprobs = LogprobArrays.allocate(staged.num_rows, most_logprobs, self._device.torch_device)
+        if hidden.logits is not None:
+            self._sampler.draw(staged, 0, hidden.logits, draws.results, logprobs)
+        else:
+            at_once = self._pass.max_logit_rows
+            for first in range(0, staged.num_rows, at_once):
+                stop = min(first + at_once, staged.num_rows)
+                if last_tokens is None:
+                    logits = self._pass.logits_of(hidden.states[first:stop])
+                else:
+                    logits = self._pass.logits_of(hidden.states, last_tokens[first:stop])
+                self._sampler.draw(staged, first, logits, draws.results, logprobs)
+        self._results.download(draws.results)
+        if logprobs is not None:
+            draws.logprobs = logprobs.download(self._device)
 
-    def _collect_prompt_logprobs(self, batch: StepBatch, hidden: torch.Tensor, result: StepResult) -> None:
-        """Log-probabilities of prompt tokens whose predecessor was computed in this step."""
-        table = self._table
-        for row in np.flatnonzero(self._prompt_logprob_slots[batch.slots] >= 0).tolist():
-            slot, start = int(batch.slots[row]), int(batch.starts[row])
-            stop = min(start + int(batch.counts[row]), int(table.num_prompt[slot]) - 1)
-            if stop <= start or self._failed[slot]:
+    def _prompt_logprobs(self, rows: StepRows, states: torch.Tensor) -> list[PendingChunk]:
+        """Log-probabilities of prompt tokens whose predecessor is computed in this step."""
+        chunks = []
+        first_tokens = np.cumsum(rows.counts) - rows.counts
+        for row in np.flatnonzero(self._prompt_logprob_slots[rows.slots] >= 0).tolist():
+            slot, start = int(rows.slots[row]), int(rows.starts[row])
+            stop = min(int(rows.ends[row]), int(self._table.num_prompt[slot]) - 1)
+            if stop <= start:
                 continue
-            num_top = int(self._prompt_logprob_slots[slot])
-            first_token = int(batch.query_start[row])
-            columns = TokenLogprobs(num_top=num_top)
-            for position in range(start, stop, _MAX_LOGIT_ROWS):
-                end = min(position + _MAX_LOGIT_ROWS, stop)
-                tokens = np.arange(first_token + position - start, first_token + end - start, dtype=np.int32)
-                logits = self._compute_logits(hidden, tokens, batch.num_tokens)
-                targets = table.token_ids[slot, position + 1 : end + 1].astype(np.int64)
-                chunk = prompt_logprobs(logits, targets, num_top)
-                if chunk is None:
-                    self._failed[slot] = True
-                    result.failures.append(SlotFailure(slot, "the model produced NaN or infinite logits"))
-                    break
-                columns.extend(chunk)
-            else:
-                result.prompt_logprobs.append(PromptChunkLogprobs(slot, start + 1, columns))
+            chunk = PendingChunk(slot, start + 1)
+            at_once = self._pass.max_logit_rows
+            for position in range(start, stop, at_once):
+                end = min(position + at_once, stop)
+                token = int(first_tokens[row]) + position - start
+                logits = self._pass.logits_of(states[token : token + end - position])
+                targets = self._table.store.history[slot, position + 1 : end + 1].long()
+                status, arrays = self._sampler.prompt_logprobs(logits, targets, int(self._prompt_logprob_slots[slot]))
+                chunk.parts.append((self._device.download(status), arrays.download(self._device)))
+            chunks.append(chunk)
+        return chunks
