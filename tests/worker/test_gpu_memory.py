@@ -2,63 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
 import pytest
 import torch
+from simulated_gpu import GPU, H200_BYTES, LLAMA, SimulatedMemory
 
 from pagemill.config import WorkerSettings
 from pagemill.errors import ConfigError
-from worker.device import Device
-from worker.gpu_memory import GIB, MemoryLedger, MemoryReading, MemoryUse, gpu_kv_budget, pool_blocks
-from worker.kv_cache import KVLayout, KVSpec
+from worker.gpu_memory import GIB, MemoryLedger, MemoryUse, gpu_kv_budget, pool_blocks
+from worker.kv_cache import KVLayout
 
-H200_BYTES = 140 * GIB
-# Llama-3-8B in bfloat16: 128 KiB a token.
-LLAMA = KVLayout(KVSpec(num_layers=32, num_kv_heads=8, head_size=128), torch.bfloat16, 16)
-GPU = Device("cuda", "cuda (simulated)", torch.device("cuda", 0), H200_BYTES)
 GRANULE = 2 << 20
-
-
-@dataclass
-class SimulatedMemory:
-    """A device whose memory is numbers: `pool` is torch's, `outside` that of contexts, modules and other processes."""
-
-    total: int = H200_BYTES
-    outside: int = GIB // 2
-    pool: int = 0
-    peak: int = 0
-    others: list[int] = field(default_factory=list)
-
-    def read(self) -> MemoryReading:
-        return MemoryReading(self.total, self.total - self.outside - self.pool, self.pool, self.peak)
-
-    def forget_peak(self) -> None:
-        self.peak = self.pool
-
-    def allocate(self, num_bytes: int) -> None:
-        if self.outside + self.pool + num_bytes > self.total:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        self.pool += num_bytes
-        self.peak = max(self.peak, self.pool)
-
-    def step(self, activations: int, modules: int) -> Callable[[], None]:
-        def run() -> None:
-            self.allocate(activations)
-            self.pool -= activations
-            self.outside += modules
-
-        return run
-
-    def graph(self, first: int, each: int) -> Callable[[], object]:
-        sizes = [first + each, each]
-
-        def capture() -> object:
-            self.outside += sizes.pop(0)
-            return object()
-
-        return capture
 
 
 def nothing() -> object:

@@ -202,3 +202,6 @@ def test_fingerprint_follows_content_and_dtype_but_not_the_place(tmp_path: Path)
     assert prints["a"] == prints["b"] != prints["c"]
     assert model_fingerprint(config, source_of(tmp_path / "a"), torch.bfloat16, 0) != prints["a"]
     assert model_fingerprint({"vocab_size": 5}, source_of(tmp_path / "a"), torch.float32, 0) != prints["a"]
+    source = source_of(tmp_path / "a")
+    assert model_fingerprint(config, source, torch.float32, 0, torch.float32) == prints["a"]
+    assert model_fingerprint(config, source, torch.float32, 0, torch.float8_e4m3fn) != prints["a"]

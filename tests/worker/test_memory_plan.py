@@ -1,0 +1,98 @@
+"""The start's dealings with memory: one face for host and GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from simulated_gpu import GPU, LLAMA, SimulatedMemory
+
+from pagemill.config import WorkerSettings
+from pagemill.errors import ConfigError
+from worker import memory as host_memory
+from worker.device import pick_device
+from worker.gpu_memory import GIB, MemoryLedger
+from worker.memory_plan import GpuMemoryPlan, MemoryPlan, make_memory_plan
+
+# Llama-3-8B: 14.96 GiB in bfloat16.
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+class Probe:
+    """A step that takes 2 GiB of a simulated GPU, and graphs of 4 MiB."""
+
+    num_graphs = 8
+
+    def __init__(self, memory: SimulatedMemory) -> None:
+        self._step = memory.step(2 * GIB, modules=0)
+        self._graph = memory.graph(first=0, each=4 << 20)
+
+    def run_largest_step(self) -> None:
+        self._step()
+
+    def capture_graph(self) -> object:
+        return self._graph()
+
+
+def gpu_plan(memory: SimulatedMemory, **settings: Any) -> GpuMemoryPlan:
+    return GpuMemoryPlan(GPU, WorkerSettings(device="cuda", **settings), MemoryLedger(memory, 0.9))
+
+
+def host_plan(**settings: Any) -> MemoryPlan:
+    return make_memory_plan(pick_device("cpu"), WorkerSettings(device="cpu", **settings))
+
+
+def test_a_gpus_pool_takes_what_weights_step_and_graphs_leave() -> None:
+    memory = SimulatedMemory()
+    plan = gpu_plan(memory)
+    with plan.loading(CONFIG, torch.bfloat16):
+        memory.allocate(15 * GIB)
+    blocks = plan.num_blocks(LLAMA, 8192, Probe(memory))
+    left = int(0.9 * memory.total) - memory.outside - 17 * GIB
+    assert 0 <= left - blocks * LLAMA.block_bytes < GIB // 4
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "available_bytes", lambda root: 8 * GIB)
+    plans: list[tuple[MemoryPlan, str]] = [
+        (host_plan(), r"14\.96 GiB as bfloat16, 8\.00 GiB of memory are available"),
+        (gpu_plan(SimulatedMemory(total=16 * GIB)), r"14\.96 GiB as bfloat16, of the GPU's 16\.00 GiB"),
+    ]
+    for plan, words in plans:
+        refusal = pytest.raises(ConfigError, match=f"the model does not fit: its weights need {words}")
+        with refusal, plan.loading(CONFIG, torch.bfloat16):
+            raise AssertionError("it was loaded")
+
+
+def test_a_model_of_an_unknown_family_is_tried() -> None:
+    memory = SimulatedMemory(total=16 * GIB)
+    refusal = pytest.raises(ConfigError, match="memory ran out while the weights were loaded")
+    with refusal, gpu_plan(memory).loading({"architectures": ["MadeUp"]}, torch.bfloat16):
+        memory.allocate(20 * GIB)
+
+
+def test_the_hosts_pool_is_a_setting() -> None:
+    class NoProbe:
+        num_graphs = 0
+
+        def run_largest_step(self) -> None:
+            raise AssertionError("nothing is measured on a CPU")
+
+        capture_graph = run_largest_step
+
+    assert host_plan().num_blocks(LLAMA, 8192, NoProbe()) * LLAMA.block_bytes == GIB
+    assert host_plan(kv_cache_gib=2.5).num_blocks(LLAMA, 8192, NoProbe()) * LLAMA.block_bytes == 2.5 * GIB
+    assert host_plan(num_blocks=7).num_blocks(LLAMA, 8192, NoProbe()) == 7
+    with pytest.raises(
+        ConfigError, match=r"max_model_len 8193 needs 513 .*there are 512; .*or raise kv_cache_gib \(1\)"
+    ):
+        host_plan(max_model_len=8193).num_blocks(LLAMA, 8193, NoProbe())
