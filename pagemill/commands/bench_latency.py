@@ -1,0 +1,95 @@
+"""`pagemill bench latency`: one batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pagemill.bench import report
+from pagemill.bench.latency import LatencyPlan, LatencySamples
+from pagemill.commands.bench_options import (
+    BenchCommand,
+    EngineChoice,
+    TargetChoice,
+    chosen_engine,
+    engine_options,
+    print_rows,
+    row_options,
+    target_options,
+)
+
+_HELP = """Time one batch at a time: to the first token (TTFT), for each token after it (TPOT), to the end (E2E).
+
+Offline is `pagemill.LLM`, which returns whole answers: its first token is timed by batches that ask for one token.
+Through a server, the times at which pieces of the streams arrive count. Prompts are random and none comes twice.
+
+\b
+pagemill bench latency --shape llama-3-8b --input-len 128 --output-len 128
+pagemill bench latency MODEL --serve --backend offline,http,grpc --csv rows.csv
+pagemill bench latency --address 127.0.0.1:50051 --batch-size 16
+"""
+
+_SHOWN = {
+    "backend": "backend", "input_len": "in", "output_len": "out", "batch_size": "at once", "ttft_ms_p50": "TTFT ms p50",
+    "ttft_ms_p90": "p90", "ttft_ms_p99": "p99", "tpot_ms_p50": "TPOT ms p50", "tpot_ms_p90": "p90 ",
+    "tpot_ms_p99": "p99 ", "e2e_ms_p50": "E2E ms p50", "e2e_ms_p99": "p99  ",
+}  # fmt: skip
+
+
+def latency_command() -> click.Command:
+    positive = click.IntRange(min=1)
+    own: list[click.Parameter] = [
+        click.Option(["--input-len"], type=positive, default=128, show_default=True, help="Tokens of a prompt."),
+        click.Option(["--output-len"], type=positive, default=128, show_default=True, help="Tokens of an answer."),
+        click.Option(["--batch-size"], type=positive, default=1, show_default=True, help="Requests at once."),
+        click.Option(["--rounds"], type=positive, default=20, show_default=True, help="Batches that are timed."),
+        click.Option(
+            ["--backend"], metavar="LIST", help="Of offline, http, grpc.  [default: offline, or what the address is]"
+        ),
+    ]
+    return BenchCommand(
+        "latency",
+        params=[*own, *target_options(), *row_options(), *engine_options()],
+        callback=_latency,
+        help=_HELP,
+    )
+
+
+def _latency(csv_path: Path | None, json_path: Path | None, label: str, **parameters: Any) -> None:
+    files = report.RowFiles(csv_path, json_path, report.LATENCY_COLUMNS)
+    target = TargetChoice.take(parameters)
+    names = ("input_len", "output_len", "batch_size", "rounds")
+    plan = LatencyPlan(*(parameters.pop(name) for name in names))
+    backends = target.backends(parameters.pop("backend"), "offline")
+    seed = parameters.pop("seed")
+    with chosen_engine(parameters) as engine:
+        about = report.context(engine.model, engine.shown(), label)
+        rows: list[report.Row] = []
+        try:
+            for samples in _samples(plan, backends, engine, target, seed):
+                row = samples.columns(plan) | about
+                files.write(row)
+                rows.append(row)
+        finally:
+            print_rows(rows, _SHOWN)
+
+
+def _samples(
+    plan: LatencyPlan, backends: list[str], engine: EngineChoice, target: TargetChoice, seed: int
+) -> Iterator[LatencySamples]:
+    from pagemill.bench.engines import FreshWorkloads
+    from pagemill.bench.isolated import isolated
+    from pagemill.bench.latency import offline_latency, served_latency
+
+    vocab_size = target.prompt_vocab_size(engine)
+    if "offline" in backends:
+        click.echo("measuring offline", err=True)
+        yield from isolated(offline_latency, engine.args(), plan, FreshWorkloads(vocab_size, seed))
+    with target.targets(engine, backends, plan.batch_size) as served:
+        for number, each in enumerate(served):
+            click.echo(f"measuring {each.target.backend}", err=True)
+            workloads = FreshWorkloads(vocab_size, seed + 7919 * (number + 1))
+            yield served_latency(each.target, each.device, plan, workloads)
