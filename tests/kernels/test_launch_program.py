@@ -88,7 +88,7 @@ def test_padding_tokens_leave_the_cache_and_the_other_tokens_alone(place: str) -
 
 @pytest.mark.parametrize("place", PLACES)
 def test_numbers_of_tokens_beyond_those_that_stay_bound(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.kernels.launch_program._MAX_FRAMES", 2)
+    monkeypatch.setattr("worker.kernels.launch_program._MAX_BOUND", 2)
     layer, reference = layer_on(place, torch.float32), Layer(torch.float32)
     program, native = layer.program(), reference.program()
     for count in (3, 5, 7, 3, 5):

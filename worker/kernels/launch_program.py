@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -23,7 +23,7 @@ from worker.kernels.device_linear import DeviceGateUp, DeviceLinear
 from worker.kernels.step_inputs import StepInputs, check_inputs
 
 # Numbers of tokens that stay bound: the decode batches of a server, and the prompt chunks of the moment.
-_MAX_FRAMES = 64
+_MAX_BOUND = 64
 
 
 @dataclass(slots=True)
@@ -45,11 +45,10 @@ Launch = Callable[[_Step], object]
 
 
 class _Frame:
-    """The first T rows of every buffer, and the calls bound to them."""
+    """The first T rows of every buffer, and native calls for them, while launches are bound."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.launches: list[Launch] = []
         self._rows: dict[int, torch.Tensor] = {}
         self._plans: dict[Hashable, Any] = {}
 
@@ -90,14 +89,14 @@ class LaunchProgram:
         self._kept: list[Any] = []
         self._scratch_widths: dict[torch.dtype, int] = {}
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
-        self._frames: OrderedDict[int, _Frame] = OrderedDict()
+        self._bound: OrderedDict[int, list[Launch]] = OrderedDict()
         # What makes the native calls whose sizes are the step's; calls that look alike share one.
         self._step_calls: dict[Hashable, Callable[[StepInputs], Any]] = {}
         self._bound_step_calls = PlanCache()
         self._windows: set[int] = set()
 
     def _add(self, name: str, bind: Callable[[_Frame], Launch], *kept: Any) -> None:
-        self._frames.clear()
+        self._bound.clear()
         self._names.append(name)
         self._binders.append(bind)
         self._kept.extend(kept)
@@ -330,18 +329,18 @@ class LaunchProgram:
             TypeError, ValueError: an input has the wrong dtype, shape or device, or an attention plan is missing; on a
                 CPU also where a slot, block, token id or position is out of range.
         """
-        step, frame = self._begin(inputs)
+        step = self._begin(inputs)
         with torch.inference_mode():
-            for launch in frame.launches:
+            for launch in self._launches(len(inputs.token_ids)):
                 launch(step)
 
     def time(self, inputs: StepInputs) -> dict[str, int]:
         """Run, and return the nanoseconds spent per kind of kernel, by the device's clock. Waits for the device."""
-        step, frame = self._begin(inputs)
+        step = self._begin(inputs)
         clock = _DeviceClock() if self._device.type == "cuda" else _HostClock()
         with torch.inference_mode():
             clock.mark()
-            for launch in frame.launches:
+            for launch in self._launches(len(inputs.token_ids)):
                 launch(step)
                 clock.mark()
         total = dict.fromkeys(self._names, 0)
@@ -349,7 +348,7 @@ class LaunchProgram:
             total[name] += elapsed_ns
         return total
 
-    def _begin(self, inputs: StepInputs) -> tuple[_Step, _Frame]:
+    def _begin(self, inputs: StepInputs) -> _Step:
         addresses, sizes = check_inputs(inputs, self._rot_dim, self._device_index)
         if sizes.num_tokens > self._max_tokens:
             raise ValueError(f"num_tokens is {sizes.num_tokens}, the buffers hold {self._max_tokens}")
@@ -358,11 +357,10 @@ class LaunchProgram:
             calls = [make(inputs) for make in self._step_calls.values()]
             self._bound_step_calls.remember(sizes, calls)
         token_ids, positions, cos_sin, slot_mapping, *tables = addresses
-        step = _Step(
+        return _Step(
             inputs, stream_of(inputs.token_ids), token_ids, positions, cos_sin, slot_mapping, tables, calls,
             self._attention_launches(inputs),
         )  # fmt: skip
-        return step, self._frame(sizes.num_tokens)
 
     def _attention_launches(self, inputs: StepInputs) -> dict[int, Any]:
         if self._device.type == "cpu":
@@ -373,17 +371,23 @@ class LaunchProgram:
             raise ValueError(f"program: attention_plans has no plan for window {missing[0]}, only for {list(plans)}")
         return {window: plans[window].launch for window in self._windows}
 
-    def _frame(self, num_tokens: int) -> _Frame:
-        frame = self._frames.get(num_tokens)
-        if frame is not None:
-            self._frames.move_to_end(num_tokens)
-            return frame
+    def _launches(self, num_tokens: int) -> Iterable[Launch]:
+        launches = self._bound.get(num_tokens)
+        if launches is None:
+            return self._bind(num_tokens)
+        self._bound.move_to_end(num_tokens)
+        return launches
+
+    def _bind(self, num_tokens: int) -> Iterator[Launch]:
+        """Binds a launch when it is asked for, so that the device works while the next ones are bound."""
         frame = _Frame(num_tokens)
-        frame.launches = [bind(frame) for bind in self._binders]
-        if len(self._frames) >= _MAX_FRAMES:
-            self._frames.popitem(last=False)
-        self._frames[num_tokens] = frame
-        return frame
+        launches = []
+        for bind in self._binders:
+            launches.append(bind(frame))
+            yield launches[-1]
+        if len(self._bound) >= _MAX_BOUND:
+            self._bound.popitem(last=False)
+        self._bound[num_tokens] = launches
 
 
 class _HostClock:
