@@ -26,7 +26,7 @@ from pagemill.errors import (
     PagemillError,
     UnavailableError,
 )
-from pagemill.local_engine import EngineEvent, LocalEngine
+from pagemill.local_engine import EngineEvent, LocalEngine, free_device_memory
 from pagemill.outputs import RequestOutput
 from pagemill.sampling_params import SamplingParams
 
@@ -204,6 +204,7 @@ class AsyncLLMEngine:
         self._calls.put(lambda engine: None)
         self._thread.join(_STOP_DEADLINE_S)
         self._engine = None
+        free_device_memory()
 
     def _alive(self) -> LocalEngine:
         if self._engine is None or not self.is_running():

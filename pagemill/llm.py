@@ -10,7 +10,6 @@ for output in llm.generate(["Paris is", "The sky is"], SamplingParams(temperatur
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from pagemill.engine_args import EngineArgs
 from pagemill.errors import ConfigError, InvalidRequestError, UnavailableError
-from pagemill.local_engine import LocalEngine, Prompt
+from pagemill.local_engine import LocalEngine, Prompt, free_device_memory
 from pagemill.outputs import RequestOutput
 from pagemill.sampling_params import SamplingParams
 
@@ -113,7 +112,7 @@ class LLM:
         """Give weights and KV cache back; the object is of no use afterwards. A second call does nothing."""
         with self._lock:
             self._engine = None
-        gc.collect()
+        free_device_memory()
 
     def _alive(self) -> LocalEngine:
         if self._engine is None:

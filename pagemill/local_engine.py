@@ -5,9 +5,11 @@ One thread owns a `LocalEngine`: add requests, call `step` while there is work, 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -293,3 +295,11 @@ def _updates(output: OwnerOutput) -> dict[int, RequestUpdate]:
         end = SequenceEnd(_REASONS[finished.reason], finished.stop_token_id)
         updates.setdefault(finished.handle, _new_update()).ends[finished.index] = end
     return updates
+
+
+def free_device_memory() -> None:
+    """Give a GPU's memory back, after the last reference to an engine is gone: torch keeps what it once had."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -82,7 +82,7 @@ class MemoryUse:
     Attributes:
         total: all of the device.
         limit: the part of it that may be in use, other processes' included.
-        before: in use when the worker began: other processes, and this one's CUDA context.
+        before: in use when the worker began: other processes, this one's CUDA context, what else it has on the device.
         weights: of the model.
         activations: work buffers and the peak of the largest step, kernels and libraries it loaded included.
         graphs: estimated for all CUDA graphs.
@@ -159,6 +159,23 @@ class MemoryLedger:
             raise self._refusal(text, dtype) from error
         self._loaded = self._memory.read()
 
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Around what makes work buffers or runs a step.
+
+        Raises:
+            ConfigError: memory ran out; with the numbers.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the largest step does not fit: after the weights {gib(self._loaded.free)} of the GPU's "
+                f"{gib(self._loaded.total)} GiB were free; lower max_num_batched_tokens, max_num_seqs or "
+                "max_model_len, or end other processes on the GPU",
+                field="max_num_batched_tokens",
+            ) from error
+
     def _room(self) -> int:
         """Bytes that this worker may take."""
         return max(0, min(self.limit - (self._start.total - self._start.free), self._start.free))
@@ -187,25 +204,18 @@ class MemoryLedger:
             ConfigError: the step does not fit; with the numbers.
         """
         self._memory.forget_peak()
-        try:
+        with self.stepping():
             run_largest_step()
-        except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                f"the largest step does not fit: weights take {gib(self._loaded.pool)} GiB and "
-                f"{gib(self._loaded.free)} of the device's {gib(self._loaded.total)} GiB were free after them; lower "
-                "max_num_batched_tokens or max_num_seqs, or end other processes on the GPU",
-                field="max_num_batched_tokens",
-            ) from error
         ran = self._memory.read()
         peak = max(ran.peak_pool, ran.pool)
         graphs = self._graph_bytes(ran, capture_graph, num_graphs) if num_graphs else 0
-        before = self._start.outside
+        start, loaded = self._start, self._loaded
         return MemoryUse(
             total=ran.total,
             limit=self.limit,
-            before=before,
-            weights=self._loaded.pool,
-            activations=peak - self._loaded.pool + ran.outside - before,
+            before=start.outside + start.pool,
+            weights=loaded.pool - start.pool,
+            activations=peak - loaded.pool + ran.outside - start.outside,
             graphs=graphs,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +38,9 @@ class MemoryPlan(Protocol):
     def loading(self, config: Mapping[str, Any], dtype: torch.dtype) -> AbstractContextManager[None]:
         """Around the loading of the weights of a model. Raises ConfigError where they do not fit."""
 
+    def stepping(self) -> AbstractContextManager[None]:
+        """Around the making of work buffers for the largest step. Raises ConfigError where they do not fit."""
+
     def num_blocks(self, layout: KVLayout, context_length: int, probe: StepProbe) -> int:
         """Blocks of the KV cache. Raises ConfigError where none, those asked for, or one request does not fit."""
 
@@ -62,6 +65,9 @@ class HostMemoryPlan:
         check_weights((count_weights(config) or 0) * dtype.itemsize, dtype_name(dtype))
         yield
 
+    def stepping(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def num_blocks(self, layout: KVLayout, context_length: int, probe: StepProbe) -> int:
         num_blocks = cpu_blocks(layout, self._settings)
         check_context(num_blocks, layout, self._settings, context_length, self._device)
@@ -82,6 +88,9 @@ class GpuMemoryPlan:
         self._ledger.check_weights(num_bytes, name)
         with self._ledger.loading(num_bytes, name):
             yield
+
+    def stepping(self) -> AbstractContextManager[None]:
+        return self._ledger.stepping()
 
     def num_blocks(self, layout: KVLayout, context_length: int, probe: StepProbe) -> int:
         use = self._ledger.measure(probe.run_largest_step, probe.capture_graph, probe.num_graphs)

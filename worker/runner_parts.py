@@ -115,12 +115,13 @@ def build_parts(settings: WorkerSettings, where: StepDevice | None) -> RunnerPar
         pick_max_num_seqs(settings.max_num_seqs, device),
     )
     layout = KVLayout(model.kv_spec, kv_dtype, settings.block_size)
-    model.allocate(sizes.max_step_tokens, sizes.max_model_len)
-    table, builder, sampler, forward_pass = _step_parts(model, where, dtype, sizes, settings.block_size)
+    with memory_plan.stepping():
+        model.allocate(sizes.max_step_tokens, sizes.max_model_len)
+        table, builder, sampler, forward_pass = _step_parts(model, where, dtype, sizes, settings.block_size)
+        if device.kind == "cuda":
+            forward_pass.reserve_plans(sizes.max_step_tokens, sizes.max_num_seqs, sizes.max_model_len, kv_dtype)
     records = device.kind == "cuda" and not settings.enforce_eager
     graph_sizes = forward_pass.graph_sizes(sizes.max_num_seqs) if records else []
-    if device.kind == "cuda":
-        forward_pass.reserve_plans(sizes.max_step_tokens, sizes.max_num_seqs, sizes.max_model_len, kv_dtype)
 
     def make_cache(num_blocks: int) -> KVCache:
         return allocate_cache(model.kv_spec, kv_dtype, settings.block_size, num_blocks, device)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
-from pagemill import LLM, SamplingParams
+from pagemill import LLM, AsyncLLMEngine, SamplingParams
+from pagemill.engine_args import EngineArgs
 from pagemill.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelLoadError, UnavailableError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -222,3 +225,43 @@ def test_a_disposed_engine_says_so() -> None:
     llm.dispose()
     with pytest.raises(UnavailableError, match="disposed"):
         llm.generate(PROMPTS[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpus_memory_comes_back_and_a_second_model_gets_as_much() -> None:
+    def used_bytes() -> int:
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    tolerance = 0.02 * torch.cuda.get_device_properties(0).total_memory
+    torch.zeros(1, device="cuda")
+    before = used_bytes()
+    seen = []
+    for _ in range(2):
+        with LLM(device="cuda", gpu_memory_utilization=0.5) as llm:
+            (output,) = llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+            seen.append((output.outputs[0].token_ids, used_bytes()))
+        assert abs(used_bytes() - before) < tolerance
+    assert seen[0][0] == seen[1][0]
+    assert abs(seen[0][1] - seen[1][1]) < tolerance
+    assert seen[0][1] - before > 10 * tolerance
+
+
+async def test_a_disposed_engine_leaves_no_model_behind() -> None:
+    def num_models() -> int:
+        gc.collect()
+        return sum(type(item).__name__ == "LlamaForCausalLM" for item in gc.get_objects())
+
+    before = num_models()
+    llm = LLM(num_blocks=16, max_model_len=64)
+    assert num_models() == before + 1
+    llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+    llm.dispose()
+    assert num_models() == before
+    engine = AsyncLLMEngine(EngineArgs(num_blocks=16, max_model_len=64))
+    async for _ in engine.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=2)):
+        pass
+    assert num_models() == before + 1
+    engine.shutdown()
+    assert num_models() == before

@@ -42,6 +42,15 @@ def test_every_part_is_measured_and_the_rest_is_for_the_cache() -> None:
     assert use.left == use.limit - 3 * GIB - 15 * GIB - 3 * GIB - GIB // 4 - use.graphs
 
 
+def test_tensors_of_a_callers_own_are_not_taken_for_weights() -> None:
+    memory = SimulatedMemory(outside=GIB, pool=4 * GIB)
+    ledger = MemoryLedger(memory, 0.9)
+    with ledger.loading(15 * GIB, "bfloat16"):
+        memory.allocate(15 * GIB)
+    use = ledger.measure(memory.step(GIB, 0), nothing, 0)
+    assert (use.before, use.weights, use.activations) == (5 * GIB, 15 * GIB, GIB)
+
+
 def test_without_graphs_none_is_captured() -> None:
     memory = SimulatedMemory()
     use = MemoryLedger(memory, 0.5).measure(memory.step(GIB, 0), nothing, 0)
@@ -154,5 +163,5 @@ def test_memory_that_runs_out_is_a_refusal_with_numbers() -> None:
         memory.allocate(30 * GIB)
     with ledger.loading(20 * GIB, "float16"):
         memory.allocate(20 * GIB)
-    with pytest.raises(ConfigError, match=r"weights take 20\.00 GiB and 3\.50 of the device's 24\.00 GiB were free"):
+    with pytest.raises(ConfigError, match=r"after the weights 3\.50 of the GPU's 24\.00 GiB were free"):
         ledger.measure(memory.step(4 * GIB, 0), nothing, 0)
