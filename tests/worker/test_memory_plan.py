@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from simulated_gpu import GPU, LLAMA, SimulatedMemory
+from worker_harness import TINY, Driver
 
 from pagemill.config import WorkerSettings
 from pagemill.errors import ConfigError
 from worker import memory as host_memory
+from worker import runner_parts
+from worker.batch import StepRows
 from worker.device import pick_device
+from worker.forward_pass import ForwardPass, Hidden
 from worker.gpu_memory import GIB, MemoryLedger
+from worker.kv_cache import KVLayout, KVSpec
 from worker.memory_plan import GpuMemoryPlan, MemoryPlan, make_memory_plan
+from worker.model_runner import ModelRunner
+from worker.step_device import CopyingDevice
 
 # Llama-3-8B: 14.96 GiB in bfloat16.
 CONFIG: dict[str, Any] = {
@@ -96,3 +105,38 @@ def test_the_hosts_pool_is_a_setting() -> None:
         ConfigError, match=r"max_model_len 8193 needs 513 .*there are 512; .*or raise kv_cache_gib \(1\)"
     ):
         host_plan(max_model_len=8193).num_blocks(LLAMA, 8193, NoProbe())
+
+
+def test_a_start_rehearses_its_largest_step_and_takes_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On CPU tensors by launches, as on a GPU, with a memory that is numbers."""
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "architectures": ["LlamaForCausalLM"]}))
+    memory = SimulatedMemory(total=GIB, outside=GIB // 4)
+    rehearsed: list[int] = []
+    run = ForwardPass.run
+
+    def watched(self: ForwardPass, rows: StepRows, graph_rows: int | None) -> Hidden:
+        rehearsed.append(rows.num_tokens)
+        memory.peak = GIB // 8
+        return run(self, rows, graph_rows)
+
+    monkeypatch.setattr(ForwardPass, "run", watched)
+    monkeypatch.setattr(
+        runner_parts,
+        "make_memory_plan",
+        lambda device, settings: GpuMemoryPlan(GPU, settings, MemoryLedger(memory, 0.5)),
+    )
+    runner = ModelRunner(
+        WorkerSettings(
+            model=str(tmp_path), device="cpu", dtype="float32", load_format="dummy", max_num_seqs=24, max_model_len=64
+        ),
+        CopyingDevice(torch.device("cpu")),
+    )
+    assert rehearsed == [512]
+    layout = KVLayout(KVSpec(3, 2, 64), torch.float32, 16)
+    # 128 MiB are left, a sixth of them for each tensor, which comes in multiples of 2 MiB.
+    assert runner.capacity.num_blocks == (20 << 20) // (layout.block_bytes // 6)
+    driver = Driver(runner)
+    driver.add([5, 6, 7])
+    assert len(driver.generate(4)[0]) == 4
