@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # A sequence holds one block while another is copied.
 MIN_BLOCKS = 2
-# A pool for less serves nobody who did not ask for it.
+# Less serves nobody who did not ask for it.
 MIN_CONTEXT_TOKENS = 2048
 
 
@@ -99,8 +99,8 @@ def check_context(
 ) -> None:
     """Compare the pool with the longest sequence.
 
-    A `max_model_len` that was asked for must fit. The model's own may be longer than the pool, down to
-    MIN_CONTEXT_TOKENS unless the pool's size was set too: the scheduler refuses what is longer, and a warning says so.
+    A `max_model_len` that was asked for must fit. The model's own may be longer than the pool: the scheduler refuses what
+    is longer, and a warning says so. A pool of what a GPU has left must hold MIN_CONTEXT_TOKENS of it.
 
     Args:
         context_length: the model's own, which holds where `max_model_len` is not set.
@@ -114,7 +114,8 @@ def check_context(
         return
     more = f"raise {_sized_by(settings, device)}"
     is_asked_for = settings.max_model_len is not None
-    if is_asked_for or (settings.num_blocks is None and tokens < MIN_CONTEXT_TOKENS):
+    is_what_was_left = device.kind == "cuda" and settings.num_blocks is None and settings.kv_cache_gib is None
+    if is_asked_for or (is_what_was_left and tokens < MIN_CONTEXT_TOKENS):
         needed = -(-longest // layout.block_size)
         name = "max_model_len" if is_asked_for else "the model's context length"
         shorter = f"set max_model_len to at most {tokens}, or {more}" if num_blocks >= MIN_BLOCKS else more

@@ -101,6 +101,7 @@ def test_the_hosts_pool_is_a_setting() -> None:
     assert host_plan().num_blocks(LLAMA, 8192, NoProbe()) * LLAMA.block_bytes == GIB
     assert host_plan(kv_cache_gib=2.5).num_blocks(LLAMA, 8192, NoProbe()) * LLAMA.block_bytes == 2.5 * GIB
     assert host_plan(num_blocks=7).num_blocks(LLAMA, 8192, NoProbe()) == 7
+    assert host_plan(kv_cache_gib=0.1).num_blocks(LLAMA, 8192, NoProbe()) == 51
     with pytest.raises(
         ConfigError, match=r"max_model_len 8193 needs 513 .*there are 512; .*or raise kv_cache_gib \(1\)"
     ):
