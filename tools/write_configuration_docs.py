@@ -47,10 +47,10 @@ tenant a name; a KEY alone is a tenant of its own. Tenants share neither prefix 
 scheduler's address itself, picks a free port for the scheduler unless `--scheduler-port` is given, and spreads one
 `--metrics-port` over its processes: router, scheduler, workers get consecutive ports.
 
-Settings that contradict each other are refused, naming both: `num_blocks` and `kv_cache_gib`; `gpu_memory_utilization` on
-`device: cpu`; a `max_model_len` that `num_blocks` cannot hold. Limits that are not set follow the device; see `Device` and
-`Memory` in the [worker's page](worker.md). Of several GPUs `CUDA_VISIBLE_DEVICES` chooses; `--num-workers N` gives each worker
-one, in turn.
+Settings that contradict each other are refused, naming both: `num_blocks` and `kv_cache_gib`; `gpu_memory_utilization`
+on `device: cpu`; a `max_model_len` that `num_blocks` cannot hold. Limits that are not set follow the device; see
+`Device` and `Memory` in the [worker's page](worker.md). Of several GPUs `CUDA_VISIBLE_DEVICES` chooses; with
+`--num-workers N` each worker gets one, in turn.
 
 ```yaml
 common:

@@ -99,8 +99,8 @@ def check_context(
 ) -> None:
     """Compare the pool with the longest sequence.
 
-    A `max_model_len` that was asked for must fit. The model's own may be longer than the pool: the scheduler refuses what
-    is longer, and a warning says so. A pool of what a GPU has left must hold MIN_CONTEXT_TOKENS of it.
+    A `max_model_len` that was asked for must fit. The model's own may be longer than the pool: the scheduler refuses
+    what is longer, and a warning says so. A pool of what a GPU has left must hold MIN_CONTEXT_TOKENS of it.
 
     Args:
         context_length: the model's own, which holds where `max_model_len` is not set.
