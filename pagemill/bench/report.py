@@ -59,8 +59,14 @@ def context(model: str, options: str, label: str) -> dict[str, object]:
         "options": options,
         "version": __version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["pagemill", *sys.argv[1:]]),
+        "command": shlex.join([*_program(), *sys.argv[1:]]),
     }
+
+
+def _program() -> list[str]:
+    """How this program was called: by its name, or as a script."""
+    name = Path(sys.argv[0]).name
+    return ["pagemill"] if name in ("pagemill", "cli.py") else ["python", sys.argv[0]]
 
 
 class RowFiles:

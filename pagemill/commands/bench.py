@@ -7,6 +7,7 @@ import click
 from pagemill.commands.bench_kernels import kernels_command
 from pagemill.commands.bench_latency import latency_command
 from pagemill.commands.bench_model import make_model_command
+from pagemill.commands.bench_serve import serve_command
 from pagemill.commands.bench_throughput import throughput_command
 
 _HELP = """Measure kernels, engines and servers.
@@ -14,6 +15,7 @@ _HELP = """Measure kernels, engines and servers.
 \b
 throughput   many prompts at once: requests and tokens a second, time of a decode step
 latency      one batch at a time: time to the first token, time of each further token
+serve        a server under load: percentiles, goodput, failures
 kernels      each kernel beside others that do the same
 make-model   a model directory without weights, for --load-format dummy
 
@@ -26,6 +28,7 @@ def command(name: str) -> click.Command:
         commands=[
             throughput_command(),
             latency_command(),
+            serve_command(),
             kernels_command(),
             make_model_command(),
         ],
