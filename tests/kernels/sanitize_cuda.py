@@ -114,6 +114,13 @@ def elementwise() -> None:
             kernels.rms_norm(out, x, weight, 1e-5)
             kernels.fused_add_rms_norm(out, x, residual, weight, 1e-5)
             close(out, torch.nn.functional.rms_norm(residual.float(), (hidden,), weight.float(), 1e-5), dtype)
+        x, residual = (
+            torch.randn(num_tokens, hidden, device=CUDA).to(dtype),
+            torch.randn(num_tokens, hidden, device=CUDA),
+        )
+        out = torch.empty_like(x)
+        kernels.fused_add_rms_norm(out, x, residual, weight, 1e-5)
+        close(out, torch.nn.functional.rms_norm(residual, (hidden,), weight.float(), 1e-5), dtype)
         gate_up = torch.randn(num_tokens, 2 * hidden, device=CUDA).to(dtype)
         out = torch.empty(num_tokens, hidden, device=CUDA, dtype=dtype)
         gate, up = gate_up.float().chunk(2, 1)
@@ -170,6 +177,45 @@ def sampling() -> None:
             kernels.sample(logits, parameters, chosen, status, workspace=workspace, **out)
             assert status.sum() == 0
         assert torch.equal(chosen, logits.argmax(1))
+        sample_from_lists(logits, workspace)
+
+
+def sample_from_lists(logits: torch.Tensor, workspace: torch.Tensor) -> None:
+    """Without log-probabilities: rows that need few entries are drawn by kernels of their own."""
+    rows = logits.shape[0]
+    batch = kernels.SamplingBatch(
+        temperature=torch.tensor([0, 1, 0.5, 1, 1, 2], device=CUDA),
+        top_k=torch.tensor([0, 5, 128, 100, 1, 0], dtype=torch.int32, device=CUDA),
+        top_p=torch.tensor([1, 1, 0.9, 0.5, 1, 1], device=CUDA),
+        seeds=torch.arange(rows, device=CUDA),
+    )
+    chosen, expected = (torch.empty(rows, dtype=torch.int64, device=CUDA) for _ in range(2))
+    status = torch.empty(rows, dtype=torch.int32, device=CUDA)
+    kernels.sample(logits, batch, chosen, status, workspace=workspace)
+    assert status.sum() == 0
+    kernels.sample(
+        logits, batch, expected, status, workspace=workspace, out_ranks=torch.empty_like(status),
+        out_logprobs=torch.empty(rows, device=CUDA),
+    )  # fmt: skip
+    assert torch.equal(chosen, expected)
+
+
+def steps() -> None:
+    history = torch.randint(1000, (4, 50), dtype=torch.int32, device=CUDA)
+    blocks = torch.randperm(28, dtype=torch.int32, device=CUDA).view(4, 7)
+    query_start = torch.tensor([0, 3, 3, 4], dtype=torch.int32, device=CUDA)
+    slots, lens = torch.tensor([[2, 0, 1], [50, 0, 17]], dtype=torch.int32, device=CUDA)
+    ids, positions = (torch.empty(6, dtype=torch.int32, device=CUDA) for _ in range(2))
+    mapping = torch.empty(6, dtype=torch.int64, device=CUDA)
+    kernels.prepare_step(ids, positions, mapping, history, blocks, slots, query_start, lens, 8)
+    assert positions.tolist() == [47, 48, 49, 16, 0, 0]
+    assert ids.tolist() == [*history[2, 47:].tolist(), int(history[1, 16]), 0, 0]
+    assert mapping.tolist() == [
+        int(blocks[2, 5]) * 8 + 7, int(blocks[2, 6]) * 8, int(blocks[2, 6]) * 8 + 1, int(blocks[1, 2]) * 8, -1, -1,
+    ]  # fmt: skip
+    target = torch.zeros(5, dtype=torch.int32, device=CUDA)
+    kernels.scatter(target, torch.tensor([4, -1, 0], device=CUDA), torch.tensor([7, 8, 9], device=CUDA))
+    assert target.tolist() == [9, 0, 0, 0, 7]
 
 
 def skinny_products() -> None:
@@ -186,7 +232,16 @@ def skinny_products() -> None:
 
 GROUPS: dict[str, Callable[[], None]] = {
     f.__name__: f
-    for f in (attention_decode, attention_prefill, attention_merge, kv_cache, elementwise, sampling, skinny_products)
+    for f in (
+        attention_decode,
+        attention_prefill,
+        attention_merge,
+        kv_cache,
+        elementwise,
+        sampling,
+        steps,
+        skinny_products,
+    )
 }
 
 

@@ -34,7 +34,7 @@ def id_lists(generator: torch.Generator, rows: int, vocab: int, longest: int) ->
 def random_batch(generator: torch.Generator, rows: int, vocab: int, seed: int) -> SamplingBatch:
     batch = SamplingBatch(
         temperature=pick(generator, rows, [0, 0.1, 0.3, 0.7, 1, 1.7, 5]),
-        top_k=pick(generator, rows, [0, 0, 1, 2, 50, 900, 1500, 20000], torch.int32),
+        top_k=pick(generator, rows, [0, 0, 1, 2, 50, 128, 129, 900, 1500, 20000], torch.int32),
         top_p=pick(generator, rows, [1, 1, 0.999, 0.9, 0.5, 0.1, 0.001, 0]),
         min_p=pick(generator, rows, [0, 0, 0, 0.01, 0.1, 0.5]),
         seeds=torch.randint(0, 2**62, (rows,), generator=generator),
@@ -118,6 +118,48 @@ def test_strided_rows_of_any_alignment_are_read() -> None:
     kernels.sample(wide.cuda()[:, 3:5002], moved(batch), **actual, workspace=workspace)
     assert torch.equal(actual["out_ids"].cpu(), expected["out_ids"])
     assert torch.equal(actual["out_top_ids"].cpu(), expected["out_top_ids"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("first", [0, 1, 3, 7])
+def test_rows_of_any_alignment_are_listed(dtype: torch.dtype, first: int) -> None:
+    vocab = 33001
+    wide = torch.randn(9, vocab + 10).to(dtype)
+    # The largest entries where rows begin and end.
+    wide[:3, first : first + 20] += 5
+    wide[3:6, first + vocab - 20 : first + vocab] += 5
+    logits = wide[:, first : first + vocab]
+    batch = SamplingBatch(
+        temperature=torch.tensor([0.0, 1, 1] * 3), top_k=torch.tensor([0, 1, 20] * 3, dtype=torch.int32),
+        seeds=torch.arange(9),
+    )  # fmt: skip
+    expected, actual = torch.zeros(9, dtype=torch.int64), torch.zeros(9, dtype=torch.int64, device="cuda")
+    status = torch.zeros(9, dtype=torch.int32)
+    kernels.sample(logits, batch, expected, status)
+    workspace = kernels.sampling_workspace(9, vocab, dtype, "cuda")
+    on_device = wide.cuda()[:, first : first + vocab]
+    kernels.sample(on_device, moved(batch), actual, status.cuda(), workspace=workspace)
+    assert torch.equal(actual.cpu(), expected)
+
+
+def test_rows_whose_list_is_too_long_are_drawn_all_the_same() -> None:
+    logits = torch.randn(12, 50000).round()  # a few distinct values
+    logits[:4] = 1.0
+    logits[4] = logits[4].sort().values
+    batch = SamplingBatch(
+        temperature=torch.tensor([0.0, 1] * 6), top_k=torch.full((12,), 50, dtype=torch.int32), seeds=torch.arange(12)
+    )
+    expected, actual = torch.zeros(12, dtype=torch.int64), torch.zeros(12, dtype=torch.int64, device="cuda")
+    status = torch.zeros(12, dtype=torch.int32)
+    kernels.sample(logits, batch, expected, status)
+    workspace = kernels.sampling_workspace(64, 50000, torch.float32, "cuda")
+    for rows in (12, 5, 12):  # one workspace for steps of different sizes
+        part = SamplingBatch(
+            temperature=batch.temperature[:rows].cuda(), top_k=batch.top_k[:rows].cuda(),
+            seeds=batch.seeds[:rows].cuda(),
+        )  # fmt: skip
+        kernels.sample(logits[:rows].cuda(), part, actual[:rows], status[:rows].cuda(), workspace=workspace)
+        assert torch.equal(actual[:rows].cpu(), expected[:rows])
 
 
 def test_a_captured_launch_reads_new_logits_and_parameters() -> None:
