@@ -175,13 +175,12 @@ void cut_for_v1(const WorkShape& work, bool is_short, Plan& plan) {
 // Pieces are whole pairs when this is called.
 void cut_by_shape(const AttentionPlanParams& p, const WorkShape& work, Plan& plan) {
   const bool is_short = work.ideal() < kMinDynamicTiles;
-  plan.version = 1;
-  if (p.version == AttentionVersion::kV1) return cut_for_v1(work, is_short, plan);
-  if (p.version == AttentionVersion::kAuto) {
-    const bool is_one_pass = is_short ? work.is_uniform() && work.num_pairs >= work.num_workers / 2 &&
-                                            work.waste(work.num_pairs) <= kOnePassSlack
-                                      : work.suits_whole_pairs();
-    if (is_one_pass) return cut_for_v1(work, is_short, plan);
+  const bool is_one_pass = is_short ? work.is_uniform() && work.num_pairs >= work.num_workers / 2 &&
+                                          work.waste(work.num_pairs) <= kOnePassSlack
+                                    : work.suits_whole_pairs();
+  if (p.version == AttentionVersion::kV1 || is_one_pass) {
+    plan.version = p.version == AttentionVersion::kV2 ? 2 : 1;
+    return cut_for_v1(work, is_short, plan);
   }
   plan.version = 2;
   const bool is_long = work.ideal() > kMaxEqualTiles;

@@ -202,6 +202,14 @@ def test_sequences_of_one_length_that_fill_the_machine_take_one_pass() -> None:
     assert set(plan.loads()) == {256}
 
 
+@pytest.mark.parametrize(("context_len", "num_seqs"), [(4096, 132), (576, 256), (576, 1024), (128, 132)])
+def test_version_two_cuts_nothing_where_one_pass_is_as_fast(context_len: int, num_seqs: int) -> None:
+    chosen, two = (make_plan([context_len] * num_seqs, version=version) for version in ("auto", "v2"))
+    assert (chosen.version, two.version) == (1, 2)
+    assert two.workers == chosen.workers
+    assert_consistent(two)
+
+
 def test_a_ragged_batch_is_balanced() -> None:
     plan = make_plan([16, 30_000, 500, 77, 9_000])
     assert plan.version == 2

@@ -174,7 +174,9 @@ class AttentionPlan:
         Args:
             query_start: int32 [num_seqs + 1] on the CPU.
             context_lens: int32 [num_seqs] on the CPU.
-            version: "v1" runs over all keys of a sequence in one pass, "v2" cuts them into pieces; "auto" chooses.
+            version: "v1" runs over all keys of a sequence in one pass, "v2" cuts them into pieces where that pays;
+                "auto" is whichever that makes it. Captured launches follow plans of any version: "v2" says the same of
+                all of them.
             partition_keys: for v2: keys of a piece, a multiple of 64, which makes a result independent of the batch; 0
                 balances the pieces over the GPU.
 

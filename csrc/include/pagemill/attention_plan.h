@@ -69,7 +69,7 @@ struct PlanHeader {
   // of its own, so that a result does not depend on the batch. Otherwise 0.
   int32_t piece_tiles;
   int32_t max_rows;  // largest num_rows of an entry
-  int32_t version;   // 1: no (entry, KV head) is cut; 2
+  int32_t version;   // 1: no (entry, KV head) is cut; 2: where it pays
   int32_t num_prefill_tiles, prefill_offset;
   int32_t reserved[6];
 };
