@@ -246,6 +246,7 @@ class AsyncLLMEngine:
         assert engine is not None
         failure: PagemillError = UnavailableError("the engine has ended")
         try:
+            engine.enter_thread()
             while not self._stopping:
                 self._run_calls(engine)
                 if engine.has_work and not self._stopping:

@@ -75,6 +75,7 @@ class LLM:
         """
         with self._lock:
             engine = self._alive()
+            engine.enter_thread()
             requests = _as_prompts(engine, prompts, prompt_token_ids)
             params = _as_params(sampling_params, len(requests), SamplingParams())
             return _run(engine, requests, params, _progress_bar(use_tqdm, len(requests)))
@@ -91,6 +92,7 @@ class LLM:
         """
         with self._lock:
             engine = self._alive()
+            engine.enter_thread()
             if not isinstance(messages, Sequence) or isinstance(messages, str):
                 raise InvalidRequestError("messages must be a list of messages or of conversations", field="messages")
             conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)

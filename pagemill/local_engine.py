@@ -110,6 +110,12 @@ class LocalEngine:
         self._epoch = 0
         self._start_epoch()
 
+    def enter_thread(self) -> None:
+        """Let the calling thread run steps, where it is another one than made the engine."""
+        from worker.device import use_device
+
+        use_device(self._runner.device)
+
     def _start_epoch(self) -> None:
         """A core without requests, and a runner without sequences."""
         from scheduler.scheduler import Scheduler

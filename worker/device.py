@@ -73,7 +73,7 @@ def cpu_multiplies_bfloat16() -> bool:
 
 
 def pick_device(setting: str) -> Device:
-    """The device for a `device` setting of auto, cpu or cuda; a CUDA device is made torch's current one.
+    """The device for a `device` setting of auto, cpu or cuda; a CUDA device is made the calling thread's current one.
 
     `auto` takes the first CUDA device that the kernels run on, and the CPU where there is none.
 
@@ -90,6 +90,12 @@ def pick_device(setting: str) -> Device:
         if error.sees_device:
             logger.warning("running on the CPU although there is a GPU: %s", error.message)
     return _cpu()
+
+
+def use_device(device: Device) -> None:
+    """Make a device the calling thread's own: of several GPUs each thread has a current one, where kernels run."""
+    if device.kind == "cuda":
+        torch.cuda.set_device(device.torch_device)
 
 
 def _cpu() -> Device:
@@ -129,17 +135,13 @@ def _cuda(setting: str) -> Device:
 def _check_cuda_kernels(compute_capability: int) -> None:
     """Refuse kernels that are not built, do not load, or are for other devices. Raises NoCudaError."""
     info = build_info()
-    if info is not None and not info.cuda_is_built:
-        raise NoCudaError(
-            f"the CUDA kernels are not built ({info.cuda_reason}); `make install` builds them where nvcc is on PATH",
-            sees_device=True,
-        )
     try:
         kernels.cuda_devices()
     except RuntimeError as error:
-        advice = "`make install` builds them where nvcc is on PATH"
-        raise NoCudaError(f"{error}; {advice}", sees_device=True) from error
-    if info is not None and not runs_on(info.cuda_architectures, compute_capability):
+        is_left_out = info is not None and not info.cuda_is_built
+        reason = f"the CUDA kernels are not built ({info.cuda_reason})" if is_left_out else str(error)
+        raise NoCudaError(f"{reason}; `make install` builds them where nvcc is on PATH", sees_device=True) from error
+    if info is not None and info.cuda_is_built and not runs_on(info.cuda_architectures, compute_capability):
         built, wanted = ", ".join(info.cuda_architectures), dotted(compute_capability)
         raise NoCudaError(
             f"the CUDA kernels are built for {built}, which compute capability {wanted} cannot run; "

@@ -18,6 +18,7 @@ from worker.device import (
     pick_kv_dtype,
     pick_max_num_seqs,
     pick_max_step_tokens,
+    use_device,
 )
 from worker.kernels.build_info import BuildInfo
 
@@ -113,6 +114,12 @@ def test_the_first_device_that_the_kernels_run_on_is_taken_and_made_current(mach
     assert machine.used == [torch.device("cuda", 1)]
 
 
+def test_another_thread_makes_the_device_its_own(machine: Machine) -> None:
+    use_device(pick_device("cuda"))
+    use_device(CPU)
+    assert machine.used == [torch.device("cuda", 0)] * 2
+
+
 def test_the_cpu_is_taken_where_it_is_asked_for(machine: Machine) -> None:
     assert pick_device("cpu").kind == "cpu"
     assert machine.used == []
@@ -135,7 +142,7 @@ UNUSABLE: dict[str, tuple[Callable[[Machine], object], str]] = {
         r"a compute capability of 8\.0 or more is needed, visible: Tesla V100 \(7\.0\)",
     ),
     "not built": (
-        lambda m: m.built(False, reason="no working nvcc was found"),
+        lambda m: (m.built(False, reason="no working nvcc was found"), m.kernels(no_library)),
         r"not built \(no working nvcc was found\); `make install` builds them",
     ),
     "not loading": (lambda m: m.kernels(no_library), "do not load: libpagemill_cuda.so: no such file; `make install`"),
