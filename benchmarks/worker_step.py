@@ -17,8 +17,6 @@ from unittest import mock
 import numpy as np
 import torch
 
-import worker.models.llama
-import worker.sampler
 from pagemill.config import WorkerSettings
 from pagemill.demo_model import demo_model_path
 from pagemill.step import NewSequence, SlotSampling, StepPlan
@@ -26,6 +24,7 @@ from worker import kernels
 from worker.kernels._native import load_native
 from worker.kernels.program import Program
 from worker.model_runner import ModelRunner
+from worker.models.llama import LlamaForCausalLM
 
 _C = load_native()
 BLOCK_SIZE = 16
@@ -63,7 +62,7 @@ def timed_kernels(times: KernelTimes) -> Iterator[None]:
 
     with (
         mock.patch.object(Program, "run", run),
-        mock.patch.object(worker.models.llama, "linear", timed("head", worker.models.llama.linear)),
+        mock.patch.object(LlamaForCausalLM, "compute_logits", timed("head", LlamaForCausalLM.compute_logits)),
         mock.patch.object(kernels, "sample", timed("sample", kernels.sample)),
     ):
         yield
@@ -79,7 +78,7 @@ def no_kernels() -> Iterator[None]:
 
     with (
         mock.patch.object(_C.Program, "run", lambda *_: None),
-        mock.patch.object(worker.models.llama, "linear", lambda *_: None),
+        mock.patch.object(LlamaForCausalLM, "compute_logits", lambda *_: None),
         mock.patch.object(kernels, "sample", sample),
     ):
         yield

@@ -94,6 +94,7 @@ class ModelRunner:
             DesyncError: not the expected epoch or step, or a plan that contradicts the slots. The runner's state is
                 undefined until `begin_epoch`.
         """
+        self._device.activate()
         self._expect(plan)
         slots = self._apply(plan)
         result = StepResult(epoch=plan.epoch, step=plan.step)

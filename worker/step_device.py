@@ -47,6 +47,9 @@ class StepDevice(Protocol):
     execution: Execution
     max_steps_in_flight: int
 
+    def activate(self) -> None:
+        """Make it the current device of the calling thread, before anything is launched."""
+
     def staging(self, num_ints: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Host buffers to be filled in turn, and the one on the device that each is copied to. All int32."""
 
@@ -96,6 +99,9 @@ class HostDevice:
         self.torch_device = torch.device("cpu")
         self.execution: Execution = NativeExecution()
 
+    def activate(self) -> None:
+        return
+
     def staging(self, num_ints: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         buffer = torch.zeros(num_ints, dtype=torch.int32)
         return [buffer], buffer
@@ -128,6 +134,9 @@ class CopyingDevice:
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
         self.execution: Execution = LaunchExecution(torch_device)
+
+    def activate(self) -> None:
+        return
 
     def _host_buffer(self, num_ints: int) -> torch.Tensor:
         return torch.zeros(num_ints, dtype=torch.int32)
@@ -180,6 +189,9 @@ class CudaMark:
 
 class CudaDevice(CopyingDevice):
     """A CUDA device. Nothing here waits for it but `Mark.wait`: all host memory is pinned."""
+
+    def activate(self) -> None:
+        torch.cuda.set_device(self.torch_device)
 
     def _host_buffer(self, num_ints: int) -> torch.Tensor:
         return torch.zeros(num_ints, dtype=torch.int32, pin_memory=True)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from pagemill.config import WorkerSettings
 from pagemill.step import NewSequence, PromptChunkLogprobs, SlotFailure, SlotSampling, StepPlan, TokenLogprobs
 from worker.model_runner import ModelRunner
+from worker.step_device import StepDevice
 
 TINY: dict[str, Any] = {
     "vocab_size": 320,
@@ -61,7 +62,7 @@ def save_checkpoint(model: Any, directory: Path, **config_overrides: Any) -> Pat
     return directory
 
 
-def runner_for(model: Path | str, **overrides: Any) -> ModelRunner:
+def runner_for(model: Path | str, *, step_device: StepDevice | None = None, **overrides: Any) -> ModelRunner:
     """A float32 runner on the CPU with a small pool."""
     settings: dict[str, Any] = {
         "model": str(model),
@@ -72,7 +73,7 @@ def runner_for(model: Path | str, **overrides: Any) -> ModelRunner:
         "max_num_batched_tokens": 512,
         **overrides,
     }
-    return ModelRunner(WorkerSettings(**settings))
+    return ModelRunner(WorkerSettings(**settings), step_device)
 
 
 @dataclass
