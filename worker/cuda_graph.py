@@ -76,6 +76,7 @@ class DecodeGraphs:
         plans: Mapping[int, AttentionPlan],
         plan_rows: Callable[[int], None],
         run: Callable[[int], None],
+        stream: torch.cuda.Stream,
     ) -> None:
         """Record all sizes.
 
@@ -83,11 +84,11 @@ class DecodeGraphs:
             plans: the attention plans that `run` reads, by window.
             plan_rows: makes the plans of a decode step of so many rows, outside of the graph.
             run: launches such a step. It must not allocate device memory once it has run, nor wait for the device.
+            stream: to record on, not the current one. Libraries keep work memory for each stream that they have seen.
         """
         started = time.monotonic()
         free_before = torch.cuda.mem_get_info()[0]
         pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         # A collection while recording could free device memory, which a recording does not survive.
         collects = gc.isenabled()

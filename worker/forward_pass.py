@@ -59,6 +59,7 @@ class ForwardPass:
         self._logits = torch.empty((max_logit_rows, model.vocab_size), dtype=torch.float32, device=place)
         self._plans: dict[int, AttentionPlan] = {}
         self._cache: KVCache | None = None
+        self._recording_stream: torch.cuda.Stream | None = None
         self.graphs = DecodeGraphs()
         self.max_logit_rows = max_logit_rows
 
@@ -77,7 +78,9 @@ class ForwardPass:
     def record_graphs(self, sizes: list[int]) -> DecodeGraphs:
         """Record decode steps of these numbers of rows on the bound cache; `graphs` replays them once assigned."""
         graphs = DecodeGraphs()
-        graphs.record(sizes, self._plans, self._plan_decode, self._run_decode)
+        if self._recording_stream is None:
+            self._recording_stream = torch.cuda.Stream()
+        graphs.record(sizes, self._plans, self._plan_decode, self._run_decode, self._recording_stream)
         return graphs
 
     def graph_sizes(self, max_seqs: int) -> list[int]:

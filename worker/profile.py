@@ -20,6 +20,7 @@ class StepProfile:
         self._forward_ns = 0
         self._sample_ns = 0
         self._gap_ns = 0
+        self._replays = 0
 
     def add(self, plan: StepPlan, result: StepResult) -> bool:
         """Count a step; True when the profile is complete."""
@@ -29,11 +30,14 @@ class StepProfile:
         self._forward_ns += result.forward_ns
         self._sample_ns += result.sample_ns
         self._gap_ns += result.gap_ns
+        self._replays += result.is_replay
         if self._steps < self._num_steps:
             return False
         logger.info(
-            "profile of %d steps: %.1f rows, %.1f tokens, forward %.3f ms, sampling %.3f ms, gap %.3f ms a step",
+            "profile of %d steps, %d of them CUDA graphs: %.1f rows, %.1f tokens, forward %.3f ms, sampling %.3f ms, "
+            "gap %.3f ms a step",
             self._steps,
+            self._replays,
             self._rows / self._steps,
             self._tokens / self._steps,
             self._forward_ns / self._steps * 1e-6,
