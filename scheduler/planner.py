@@ -10,6 +10,7 @@ from pagemill.errors import PagemillError
 from pagemill.step import NewSequence, StepPlan, WorkerCapacity
 from scheduler.admission import SchedulerLimits
 from scheduler.block_manager import BlockManager
+from scheduler.entrance import Entrance, Refusal
 from scheduler.entry import Entry, find_entry
 from scheduler.forks import Forks
 from scheduler.prefill_policy import PrefillShares, num_uncomputed
@@ -21,8 +22,10 @@ from scheduler.waiting_queue import WaitingQueue
 if TYPE_CHECKING:
     from scheduler.scheduler import SchedulerCounters
 
-# Waiting sequences looked at per step, and how many of them may fail to find blocks before the rest is left alone.
-LOOKAHEAD = 32
+# Waiting sequences looked at per step: so many at least, and while their tokens are fewer than a choice of what the
+# step has room for. And how many of them may fail to find blocks before the rest is left alone.
+LOOKAHEAD = 128
+LOOKAHEAD_BUDGETS = 2
 MAX_MISFITS = 4
 # A new prompt does not enter for fewer tokens than this, unless all of it fits or nothing else runs.
 MIN_FIRST_CHUNK = 16
@@ -45,6 +48,7 @@ class StepPlanner:
         # A decode row needs a token of every step: never more residents than tokens.
         self._residents = Residents(blocks, min(limits.max_num_seqs, capacity.num_slots, self._max_tokens))
         self._forks = Forks(blocks, self._residents)
+        self._entrance = Entrance(blocks, self._residents, self._forks, caches_prefixes=self._caches_prefixes)
         self._trace_links = TraceLinks()
         self.num_queued_requests = 0
         self.num_queued_tokens = 0
@@ -76,6 +80,7 @@ class StepPlanner:
     def discard(self, sequence: Sequence) -> None:
         """A sequence has ended along with its request: take it out of wherever it is."""
         was = sequence.state
+        self._entrance.output_lengths.note(sequence)
         if sequence.is_resident:
             self._residents.leave(sequence, SequenceState.FINISHED)
         elif was is SequenceState.WAITING:
@@ -179,6 +184,7 @@ class StepPlanner:
         """
         grown: list[tuple[Sequence, int]] = []
         stalled: set[int] = set()
+        num_coming: int | None = None  # blocks that the results in flight free; counting them takes a look at all
         if self._blocks.num_available < len(needy):
             needy.sort(key=lambda s: s.rank)
         for sequence in needy:
@@ -186,19 +192,25 @@ class StepPlanner:
                 continue  # evicted for one before it in line
             if sequence.num_computed + 1 >= sequence.limit:
                 self._residents.stop_planning(sequence, step - 1)
+                num_coming = None
                 continue
             blocks = self._blocks.acquire((), 1)
             while blocks is None and sequence.state is SequenceState.DECODE:
-                if not self._forks.drop_all() and self._residents.coming()[0] > len(stalled):
+                if self._forks.drop_all():
+                    num_coming = None
+                    blocks = self._blocks.acquire((), 1)
+                    continue
+                if num_coming is None:
+                    num_coming = self._residents.coming()[0]
+                if num_coming > len(stalled):
                     stalled.add(sequence.slot)
                     break
-                blocks = self._blocks.acquire((), 1)
-                if blocks is None and self._residents.coming()[0] <= len(stalled):
-                    victim = self._residents.last_in_line()
-                    assert victim is not None
-                    stalled.discard(victim.slot)
-                    self._evict(victim, step)
-                    blocks = self._blocks.acquire((), 1) if victim is not sequence else None
+                victim = self._residents.last_in_line()
+                assert victim is not None
+                stalled.discard(victim.slot)
+                self._evict(victim, step)
+                num_coming = None
+                blocks = self._blocks.acquire((), 1) if victim is not sequence else None
             if blocks is not None:
                 sequence.block_ids += blocks
                 sequence.num_sent_blocks += 1
@@ -215,9 +227,11 @@ class StepPlanner:
         prefills = self._residents.prefills
         if budget <= 0 or not (prefills or len(self._waiting)):
             return rows
+        self._entrance.begin_step()
         candidates = prefills.copy()
         if self._residents.has_free_slot and len(self._waiting):
-            candidates += self._waiting.first(min(LOOKAHEAD, 2 * self._residents.num_free_slots + MAX_MISFITS))
+            most = 2 * self._residents.num_free_slots + MAX_MISFITS
+            candidates += self._waiting.first(min(LOOKAHEAD, most), most=most, num_tokens=LOOKAHEAD_BUDGETS * budget)
         shares = PrefillShares(budget, candidates)
         sampled: list[Sequence] = []
         planned: list[Sequence] = []
@@ -232,9 +246,9 @@ class StepPlanner:
                 wanted = min(num_uncomputed(sequence), MIN_FIRST_CHUNK)
                 if not self._residents.has_free_slot or (most < wanted and plan.slots and not is_first):
                     continue
-                entry = self._find_place(sequence, plan.step)
-                if entry is None:
-                    num_misfits += 1
+                entry = self._entrance.find(sequence, plan.step)
+                if isinstance(entry, Refusal):
+                    num_misfits += entry is Refusal.NO_ROOM
                     continue
                 if not is_first:
                     line[0].overtaken += line[0].state is SequenceState.WAITING
@@ -244,6 +258,7 @@ class StepPlanner:
                 self._add_chunk_blocks(plan, sequence, count)
             shares.take(count)
             planned.append(sequence)
+            self._entrance.will_compute(sequence, sequence.num_computed + count)
             if self._add_row(plan, sequence, count):
                 sampled.append(sequence)
         for sequence in planned:
@@ -254,21 +269,6 @@ class StepPlanner:
             self._start_decoding(sequence, plan.step)
         return rows + sampled if sampled else rows
 
-    def _find_place(self, sequence: Sequence, step: int) -> Entry | None:
-        """Blocks for a waiting sequence, with some left over for those that run; None where there are too few."""
-        entry = find_entry(sequence, self._blocks, step, reads_cache=self._caches_prefixes)
-        # Without spare blocks, entering would at once evict somebody, at worst in turns. What is more urgent than all
-        # that runs may do so.
-        lowest = self._residents.lowest_priority
-        is_urgent = lowest is not None and sequence.priority < lowest
-        spare = 0 if is_urgent else min(len(self._residents), self._num_blocks // 16)
-        if self._blocks.can_acquire(entry.shared, entry.num_new, spare):
-            return entry
-        if len(self._residents) == 0 and self._forks.drop_all():
-            entry = find_entry(sequence, self._blocks, step, reads_cache=self._caches_prefixes)
-            return entry if self._blocks.can_acquire(entry.shared, entry.num_new) else None
-        return None
-
     def _enter(self, plan: StepPlan, sequence: Sequence, entry: Entry, most: int, clock: Callable[[], int]) -> int:
         """Put a waiting sequence into a slot; returns how many tokens of it this step computes."""
         request = sequence.request
@@ -276,6 +276,7 @@ class StepPlanner:
         assert new_blocks is not None
         self._waiting.remove(sequence)
         slot = self._residents.enter(sequence, entry.shared + new_blocks)
+        self._entrance.entered(sequence, entry)
         sequence.num_computed = entry.num_computed
         sequence.num_registered = len(entry.shared)
         if entry.copy_source is not None:

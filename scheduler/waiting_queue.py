@@ -62,16 +62,20 @@ class WaitingQueue:
                 self._push_entry(sequence)
             by_age.popleft()
 
-    def first(self, count: int) -> list[Sequence]:
-        """Up to `count` waiting sequences, best rank first. They stay in the queue."""
+    def first(self, count: int, *, most: int = 0, num_tokens: int = 0) -> list[Sequence]:
+        """Up to `count` waiting sequences, best rank first. They stay in the queue.
+
+        More than `count`, but not more than `most`, while fewer than `num_tokens` tokens are known of them together.
+        """
         taken: list[tuple[Rank, int, Sequence]] = []
         seen: set[int] = set()
-        while self._heap and len(taken) < count:
+        while self._heap and (len(taken) < count or (len(taken) < most and num_tokens > 0)):
             entry = heapq.heappop(self._heap)
             rank, _, sequence = entry
             if id(sequence) in self._members and rank == sequence.rank and id(sequence) not in seen:
                 seen.add(id(sequence))
                 taken.append(entry)
+                num_tokens -= len(sequence.token_ids)
         for entry in taken:
             heapq.heappush(self._heap, entry)
         return [sequence for _, _, sequence in taken]

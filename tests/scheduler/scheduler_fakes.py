@@ -163,6 +163,7 @@ class Driver:
         self.model = model
         self.depth = depth
         self.in_flight: deque[StepResult] = deque()
+        self._used_in_flight: deque[tuple[set[int], set[int]]] = deque()  # slots and blocks, by step
         self.requests: dict[int, Collected] = {}
         self.num_steps = 0
 
@@ -179,11 +180,26 @@ class Driver:
         plan = self.scheduler.schedule()
         if plan is not None:
             assert sum(plan.num_tokens) <= self.scheduler.limits.max_num_batched_tokens
+            self._check_reuse(plan)
             self.in_flight.append(self.model.execute(plan))
+            tables = (self.model.slots[slot].block_ids for slot in plan.slots)
+            self._used_in_flight.append((set(plan.slots), set().union(*tables)))
             self.num_steps += 1
         return plan
 
+    def _check_reuse(self, plan: StepPlan) -> None:
+        """No slot is given away, and no block written by somebody new, before the last step with it has a result."""
+        slots: set[int] = set().union(*(used for used, _ in self._used_in_flight))
+        blocks: set[int] = set().union(*(used for _, used in self._used_in_flight))
+        assert not slots & set(plan.released_slots)
+        size = self.model.capacity.block_size
+        written = {*plan.new_block_ids, *plan.copy_destinations}
+        for new in plan.new_sequences:
+            written.update(new.block_ids[-(-new.num_computed_tokens // size) :])
+        assert not blocks & written
+
     def take_one(self) -> None:
+        self._used_in_flight.popleft()
         for output in self.scheduler.update(self.in_flight.popleft()).values():
             self._collect(output)
 

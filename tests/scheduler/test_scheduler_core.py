@@ -21,6 +21,8 @@ from scheduler.scheduler import Scheduler
 from scheduler.sequence import DeliveredTokens, FinishReason, NewRequest
 
 VOCAB = 997
+# An end-of-sequence id that is never sampled: the scheduler cannot know how long such an output gets.
+NEVER = VOCAB
 
 
 class Clock:
@@ -132,7 +134,7 @@ def pr01(n: int, *, caching: bool, depth: int) -> Driver:
     driver = make(num_blocks=96, block_size=4, depth=depth, enable_prefix_caching=caching, max_num_batched_tokens=64)
     outputs: dict[int, Collected] = {}
     for handle in range(16):
-        outputs[handle] = driver.add(request(handle, prompt_of(8, handle), max_tokens=32, n=n))
+        outputs[handle] = driver.add(request(handle, prompt_of(8, handle), max_tokens=32, n=n, eos_token_ids=[NEVER]))
     driver.run()
     assert driver.scheduler.counters.preemptions > 0
     for handle, output in outputs.items():
@@ -154,6 +156,44 @@ def test_pr01_evicted_requests_end_with_the_tokens_of_their_solo_run(caching, de
 @pytest.mark.parametrize("caching", [True, False])
 def test_pr03_all_choices_of_n_5_complete_despite_evictions(caching, depth) -> None:
     pr01(5, caching=caching, depth=depth)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_who_could_not_stay_to_the_end_does_not_enter(depth) -> None:
+    driver = make(num_blocks=96, block_size=4, depth=depth, max_num_batched_tokens=64)
+    outputs = [driver.add(request(h, prompt_of(8, h), max_tokens=8 + h)) for h in range(32)]
+    driver.run()
+    assert driver.scheduler.counters.preemptions == 0
+    for handle, output in enumerate(outputs):
+        assert output.token_ids[0] == solo(prompt_of(8, handle), 8 + handle)
+
+
+def test_who_has_waited_long_evicts_nobody() -> None:
+    driver = make(num_blocks=96, block_size=4, max_num_batched_tokens=64, ageing_steps=4)
+    for handle in range(64):
+        driver.add(request(handle, prompt_of(8, handle), max_tokens=40))
+    driver.run()
+    assert driver.scheduler.counters.preemptions == 0
+
+
+def test_a_lone_request_enters_though_it_may_outgrow_what_others_left() -> None:
+    driver = make(num_blocks=16, block_size=4)
+    output = driver.add(request(0, prompt_of(8), max_tokens=56))
+    driver.run()
+    assert output.token_ids[0] == solo(prompt_of(8), 56)
+
+
+@pytest.mark.parametrize("length", [1, 8, 33])
+def test_steps_are_filled_while_prompts_wait(length) -> None:
+    driver = make(num_blocks=8192, num_slots=512, max_num_seqs=512, max_num_batched_tokens=256)
+    for handle in range(500):
+        driver.add(request(handle, prompt_of(length, handle), max_tokens=4))
+    while driver.scheduler.num_waiting:
+        plan = driver.plan_one()
+        assert plan is not None
+        assert sum(plan.num_tokens) > 256 - 16 or not driver.scheduler.num_waiting
+        driver.take_one()
+    driver.run()
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -349,7 +389,7 @@ def test_sc06_equals_do_not_evict_each_other_for_slots() -> None:
 
 def test_sc06_an_evicted_request_is_back_before_new_equals_start() -> None:
     driver = make(num_blocks=20, block_size=4, enable_prefix_caching=False)
-    old = [driver.add(request(h, prompt_of(8, h), max_tokens=24)) for h in range(4)]
+    old = [driver.add(request(h, prompt_of(8, h), max_tokens=24, eos_token_ids=[NEVER])) for h in range(4)]
     while driver.scheduler.counters.preemptions == 0:
         driver.step()
     late = driver.add(request(9, prompt_of(8, 9), max_tokens=4))

@@ -1,10 +1,11 @@
-"""A worker whose KV depends on more than the prefix shares none of it."""
+"""Who shares which prefix: what comes at once computes it once; a worker whose KV depends on more shares none."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
+from scheduler_fakes import Driver, FakeModel, expected_tokens
 
 from pagemill.sampling_params import SamplingParams
 from pagemill.step import StepResult, WorkerCapacity
@@ -32,3 +33,77 @@ def hit_tokens_of_a_repeat(capacity: WorkerCapacity) -> int:
 def test_prefixes_are_shared_where_their_kv_is_equal(shares_prefixes: bool) -> None:
     hits = hit_tokens_of_a_repeat(dataclasses.replace(CAPACITY, shares_prefixes=shares_prefixes))
     assert bool(hits) == shares_prefixes
+
+
+VOCAB = 997
+
+
+def driver_of(budget: int, *, depth: int = 2) -> Driver:
+    capacity = WorkerCapacity(256, 4, 32, 512, VOCAB, 4096)
+    limits = SchedulerLimits(max_num_batched_tokens=budget, max_num_seqs=32)
+    return Driver(Scheduler(capacity, limits), FakeModel(capacity), depth)
+
+
+def prompt_of(length: int, salt: int) -> list[int]:
+    return [(7 * i + 13 * salt + 1) % VOCAB for i in range(length)]
+
+
+def add(driver: Driver, handle: int, prompt: list[int], priority: int = 0) -> None:
+    params = SamplingParams(max_tokens=6, seed=5)
+    driver.add(NewRequest(handle, prompt, params, priority=priority))
+
+
+def assert_tokens(driver: Driver, prompts: dict[int, list[int]]) -> None:
+    for handle, prompt in prompts.items():
+        assert driver.requests[handle].token_ids[0] == expected_tokens(prompt, 5, 6, VOCAB)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("budget", [16, 50, 4096])
+def test_requests_that_come_at_once_compute_their_prefix_once(budget: int, depth: int) -> None:
+    driver = driver_of(budget, depth=depth)
+    prompts = {handle: prompt_of(64, 0) + prompt_of(4, 100 + handle) for handle in range(12)}
+    for handle, prompt in prompts.items():
+        add(driver, handle, prompt)
+    driver.run()
+    assert_tokens(driver, prompts)
+    # The prefix once; of each its own tokens and all output but the last token.
+    assert driver.model.num_tokens_computed == 64 + 12 * (4 + 5)
+
+
+def test_others_need_not_wait_for_those_whose_prefix_is_coming() -> None:
+    driver = driver_of(256)
+    prompts = {handle: prompt_of(64, 0) + prompt_of(4, 100 + handle) for handle in range(4)}
+    prompts |= {handle: prompt_of(20, handle) for handle in range(4, 8)}
+    for handle, prompt in prompts.items():
+        add(driver, handle, prompt)
+    plan = driver.plan_one()
+    assert plan is not None
+    assert sorted(len(new.token_ids) for new in plan.new_sequences) == [20, 20, 20, 20, 68]
+    driver.run()
+    assert_tokens(driver, prompts)
+
+
+def test_a_short_common_beginning_is_not_waited_for() -> None:
+    driver = driver_of(4096)
+    prompts = {handle: prompt_of(4, 0) + prompt_of(60, 100 + handle) for handle in range(8)}
+    for handle, prompt in prompts.items():
+        add(driver, handle, prompt)
+    plan = driver.plan_one()
+    assert plan is not None and len(plan.new_sequences) == 8
+    driver.run()
+    assert_tokens(driver, prompts)
+
+
+def test_who_waited_for_a_prefix_computes_it_when_the_other_is_gone() -> None:
+    driver = driver_of(16)
+    prompts = {handle: prompt_of(64, 0) + prompt_of(4, 100 + handle) for handle in range(3)}
+    for handle, prompt in prompts.items():
+        add(driver, handle, prompt)
+    for _ in range(2):
+        driver.step()
+    assert driver.scheduler.abort(0)
+    driver.run()
+    del prompts[0]
+    assert_tokens(driver, prompts)
+    assert driver.model.num_tokens_computed <= 64 + 16 + 3 * (4 + 5)
