@@ -8,6 +8,7 @@
 
 #include "error.h"
 #include "pagemill/cuda_kernels.h"
+#include "rows_common.cuh"
 
 namespace pagemill::cuda {
 namespace {
@@ -37,26 +38,34 @@ __device__ inline float blend(const Shares& shares, float a, float b) {
   return (shares.a != 0.0f ? shares.a * a : 0.0f) + (shares.b != 0.0f ? shares.b * b : 0.0f);
 }
 
+// A block has whole rows, so that lse, which may be lse_a or lse_b, is written when all of a row have read those.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) merge_attention_kernel(const MergeAttentionParams p) {
-  const int64_t chunks_per_row = p.head_size / Chunk<T>::kSize;
-  const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int64_t row = index / chunks_per_row;
-  if (row >= p.num_rows) return;
-  const Shares shares = shares_of(p.lse_a[row], p.lse_b[row]);
-  Chunk<T> a = static_cast<const Chunk<T>*>(p.a)[index];
-  const Chunk<T> b = static_cast<const Chunk<T>*>(p.b)[index];
+__global__ void __launch_bounds__(kThreads)
+    merge_attention_kernel(const __grid_constant__ MergeAttentionParams p, uint32_t rows_per_block) {
+  wait_for_previous_kernel();
+  const uint32_t chunks_per_row = static_cast<uint32_t>(p.head_size) / Chunk<T>::kSize;
+  const uint32_t row_in_block = threadIdx.x / chunks_per_row, chunk = threadIdx.x % chunks_per_row;
+  const int64_t row = int64_t{blockIdx.x} * rows_per_block + row_in_block;
+  const bool has_row = row_in_block < rows_per_block && row < p.num_rows;
+  const int64_t index = row * chunks_per_row + chunk;
+  Chunk<T> a, b;
+  Shares shares;
+  if (has_row) {
+    const float lse_a = p.lse_a[row], lse_b = p.lse_b[row];
+    a = static_cast<const Chunk<T>*>(p.a)[index];
+    b = static_cast<const Chunk<T>*>(p.b)[index];
+    shares = shares_of(lse_a, lse_b);
+  }
+  if (p.lse != nullptr) {
+    __syncthreads();
+    if (has_row && chunk == 0) p.lse[row] = shares.lse;
+  }
+  if (!has_row) return;
 #pragma unroll
   for (int i = 0; i < Chunk<T>::kSize; ++i) {
     a.numbers[i] = static_cast<T>(blend(shares, static_cast<float>(a.numbers[i]), static_cast<float>(b.numbers[i])));
   }
   static_cast<Chunk<T>*>(p.out)[index] = a;
-}
-
-// In a launch of its own, after the rows: lse may be lse_a or lse_b, which other threads of the row read.
-__global__ void __launch_bounds__(kThreads) merge_lse_kernel(const MergeAttentionParams p) {
-  const int64_t row = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (row < p.num_rows) p.lse[row] = shares_of(p.lse_a[row], p.lse_b[row]).lse;
 }
 
 int check(const MergeAttentionParams& p) {
@@ -65,9 +74,10 @@ int check(const MergeAttentionParams& p) {
                 static_cast<int>(p.dtype));
   }
   const int64_t multiple = 16 / dtype_bytes(p.dtype);
-  if (p.head_size <= 0 || p.head_size % multiple != 0) {
-    return fail("merge_attention: head_size %lld is not supported; supported: multiples of %lld",
-                static_cast<long long>(p.head_size), static_cast<long long>(multiple));
+  if (p.head_size <= 0 || p.head_size % multiple != 0 || p.head_size > multiple * kThreads) {
+    return fail("merge_attention: head_size %lld is not supported; supported: multiples of %lld up to %lld",
+                static_cast<long long>(p.head_size), static_cast<long long>(multiple),
+                static_cast<long long>(multiple * kThreads));
   }
   if (p.num_rows < 0 || p.num_rows > (int64_t{INT32_MAX} * kThreads) / p.head_size) {
     return fail("merge_attention: num_rows %lld is not supported", static_cast<long long>(p.num_rows));
@@ -90,12 +100,11 @@ int check(const MergeAttentionParams& p) {
 
 template <typename T>
 int launch(const MergeAttentionParams& p, cudaStream_t stream) {
-  const int64_t chunks = p.num_rows * (p.head_size / Chunk<T>::kSize);
-  merge_attention_kernel<T><<<(chunks + kThreads - 1) / kThreads, kThreads, 0, stream>>>(p);
-  if (const int error = check_cuda("merge_attention", cudaGetLastError())) return error;
-  if (p.lse == nullptr) return 0;
-  merge_lse_kernel<<<(p.num_rows + kThreads - 1) / kThreads, kThreads, 0, stream>>>(p);
-  return check_cuda("merge_attention", cudaGetLastError());
+  const int64_t chunks_per_row = p.head_size / Chunk<T>::kSize;
+  const int64_t rows_per_block = kThreads / chunks_per_row;
+  return launch_overlapped("merge_attention", merge_attention_kernel<T>,
+                           static_cast<unsigned>(divide_up(p.num_rows, rows_per_block)), kThreads, stream, p,
+                           static_cast<uint32_t>(rows_per_block));
 }
 
 }  // namespace

@@ -7,8 +7,16 @@
 namespace pagemill::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kUnitsPerThread = 4;
+constexpr int kThreads = 128;
+
+// Units of a thread, and threads of a block at most. Many rows: so many units to a thread that all are on their way at
+// once.
+template <int kUnits, int kBlockThreads>
+struct Shape {
+  static constexpr int kUnitsPerThread = kUnits, kMaxThreads = kBlockThreads;
+};
+using FewRows = Shape<4, kThreads>;
+using ManyRows = Shape<8, 64>;
 
 struct CopyBits {
   template <typename Unit>
@@ -25,7 +33,7 @@ struct Widen {
 };
 
 // A block moves part of a row, in units of In, which become units of Out.
-template <typename In, typename Out, typename Convert>
+template <typename In, typename Out, typename Convert, int kUnitsPerThread>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const __grid_constant__ GatherRowsParams p, uint32_t blocks_per_row) {
   wait_for_previous_kernel();
@@ -50,19 +58,20 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <typename In, typename Out, typename Convert>
+template <typename In, typename Out, typename Convert, typename Shape = FewRows>
 int launch_gather(const GatherRowsParams& p, cudaStream_t stream) {
+  constexpr int kUnitsPerThread = Shape::kUnitsPerThread;
   const int64_t units = p.row_bytes / static_cast<int64_t>(sizeof(In));
   const int64_t wanted = divide_up<int64_t>(divide_up<int64_t>(units, kUnitsPerThread), kWarpLanes) * kWarpLanes;
-  const auto threads = static_cast<unsigned>(std::min<int64_t>(wanted, kThreads));
+  const auto threads = static_cast<unsigned>(std::min<int64_t>(wanted, Shape::kMaxThreads));
   const int64_t blocks_per_row = divide_up<int64_t>(units, threads * kUnitsPerThread);
   const int64_t blocks = blocks_per_row * p.num_rows;
   if (blocks > INT32_MAX) {
     return fail("gather_rows: %lld rows of %lld bytes are not supported; supported: up to %d blocks",
                 static_cast<long long>(p.num_rows), static_cast<long long>(p.row_bytes), INT32_MAX);
   }
-  return launch_overlapped("gather_rows", gather_kernel<In, Out, Convert>, static_cast<unsigned>(blocks), threads,
-                           stream, p, static_cast<uint32_t>(blocks_per_row));
+  return launch_overlapped("gather_rows", gather_kernel<In, Out, Convert, kUnitsPerThread>,
+                           static_cast<unsigned>(blocks), threads, stream, p, static_cast<uint32_t>(blocks_per_row));
 }
 
 bool allows_units(const GatherRowsParams& p, int64_t in_bytes, int64_t out_bytes) {
@@ -71,7 +80,11 @@ bool allows_units(const GatherRowsParams& p, int64_t in_bytes, int64_t out_bytes
 }
 
 int gather_bits(const GatherRowsParams& p, cudaStream_t stream) {
-  if (allows_units(p, 16, 16)) return launch_gather<uint4, uint4, CopyBits>(p, stream);
+  if (allows_units(p, 16, 16)) {
+    constexpr int64_t kManyBytes = 32 << 20;
+    return p.num_rows * p.row_bytes >= kManyBytes ? launch_gather<uint4, uint4, CopyBits, ManyRows>(p, stream)
+                                                  : launch_gather<uint4, uint4, CopyBits>(p, stream);
+  }
   if (allows_units(p, 4, 4)) return launch_gather<uint32_t, uint32_t, CopyBits>(p, stream);
   if (allows_units(p, 2, 2)) return launch_gather<uint16_t, uint16_t, CopyBits>(p, stream);
   return launch_gather<uint8_t, uint8_t, CopyBits>(p, stream);

@@ -1,19 +1,23 @@
-// Sampling and log-probabilities: one launch, a cluster of blocks to a row.
+// Sampling and log-probabilities: a cluster of blocks to a row.
 //
 // The logits are read from device memory once, into the shared memory of the cluster; every further walk is over that
 // copy. Where a row does not fit (no clusters, or a huge vocabulary), one block works on device memory.
+//
+// Rows whose token depends on few entries are drawn by two kernels before (sample_listed.cuh); the clusters are
+// launched all the same, since the host does not know the rows' parameters, and find nothing to do.
 #include <algorithm>
 #include <mutex>
 
 #include "error.h"
 #include "pagemill/cuda_kernels.h"
-#include "sample_row.cuh"
+#include "sample_listed.cuh"
 
 namespace pagemill::cuda {
 namespace {
 
 using sampling::BlockShared;
 using sampling::Layout;
+using sampling::ListedRows;
 using sampling::RawRow;
 using sampling::RowSampler;
 
@@ -26,9 +30,11 @@ __device__ __forceinline__ RawRow raw_row(const Params& p, int64_t row) {
 
 template <bool kResident>
 __global__ void __launch_bounds__(sampling::kThreads, sampling::kBlocksPerMultiprocessor)
-    sample_kernel(const __grid_constant__ SampleParams p, const __grid_constant__ Layout layout) {
+    sample_kernel(const __grid_constant__ SampleParams p, const __grid_constant__ Layout layout,
+                  const __grid_constant__ ListedRows listed) {
   wait_for_previous_kernel();
   const int64_t row = blockIdx.x / cluster::size();
+  if (listed.is_drawn != nullptr && sampling::entries_needed(p, row) != 0 && listed.is_drawn[row] != 0) return;
   RowSampler<kResident> sampler(raw_row(p, row), layout, row);
   sampler.sample(p);
 }
@@ -40,6 +46,19 @@ __global__ void __launch_bounds__(sampling::kThreads, sampling::kBlocksPerMultip
   const int64_t row = blockIdx.x / cluster::size();
   RowSampler<kResident> sampler(raw_row(p, row), layout, row);
   sampler.logprobs_of(p);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(sampling::kThreads, sizeof(T) == 4 ? 3 : 4)
+    list_entries_kernel(const __grid_constant__ SampleParams p, const __grid_constant__ ListedRows listed) {
+  wait_for_previous_kernel();
+  sampling::list_entries<T>(p, listed);
+}
+
+__global__ void __launch_bounds__(sampling::kThreads)
+    draw_listed_kernel(const __grid_constant__ SampleParams p, const __grid_constant__ ListedRows listed) {
+  wait_for_previous_kernel();
+  sampling::draw_listed(p, listed);
 }
 
 constexpr int kMaxClusterBlocks = 16;
@@ -131,31 +150,76 @@ int check_rows(const char* operation, const Params& p) {
   return 0;
 }
 
-template <auto kResident, auto kInMemory, typename Params>
-int launch_rows(const char* operation, const Params& p, void* workspace, cudaStream_t stream) {
-  if (const int error = check_rows(operation, p)) return error;
+// Parts of the workspace, each at a multiple of 256 bytes.
+struct WorkspaceParts {
+  int64_t spans, candidates, slices, end;  // before them: a flag for each row
+};
+
+int64_t num_spans(const SampleParams& p) {
+  const int64_t pack = kAccessBytes / dtype_bytes(p.dtype);
+  return divide_up(divide_up(p.vocab_size, pack), sampling::kSpanEntries / pack);
+}
+
+WorkspaceParts workspace_parts(const SampleParams& p, const Plan& plan) {
+  constexpr int64_t kAlignment = 256;
+  const auto after = [](int64_t begin, int64_t bytes) { return begin + divide_up(bytes, kAlignment) * kAlignment; };
+  const int64_t all_spans = p.num_rows * num_spans(p);
+  WorkspaceParts parts{};
+  parts.spans = after(0, p.num_rows * static_cast<int64_t>(sizeof(int32_t)));
+  parts.candidates = after(parts.spans, all_spans * static_cast<int64_t>(sizeof(sampling::SpanResult)));
+  parts.slices =
+      after(parts.candidates, all_spans * sampling::kSpanCandidates * static_cast<int64_t>(sizeof(uint64_t)));
+  // Rows that do not fit into shared memory need room for logits that are converted or adjusted; others need none.
+  const int64_t slice_floats = plan.is_resident ? 0 : p.num_rows * plan.slice_length;
+  parts.end = after(parts.slices, slice_floats * static_cast<int64_t>(sizeof(float)));
+  return parts;
+}
+
+bool lists_rows(const SampleParams& p) {
+  const bool has_logprobs =
+      p.out_logprobs != nullptr || p.out_ranks != nullptr || (p.out_top_ids != nullptr && p.num_top > 0);
+  return !has_logprobs && num_spans(p) <= sampling::kMaxSpans && num_spans(p) * p.num_rows <= INT32_MAX;
+}
+
+// A kernel of sampling::kThreads threads that overlaps with the end of the one before.
+template <typename... Parameters, typename... Arguments>
+int launch(const char* operation, void (*kernel)(Parameters...), int64_t num_blocks, int64_t cluster_blocks,
+           int64_t slice_bytes, cudaStream_t stream, const Arguments&... arguments) {
   const DeviceLimits* device = device_limits();
-  const RowLimits* limits = row_limits<kResident>();
-  if (device == nullptr || limits == nullptr) return 1;
-  if (p.num_rows == 0) return 0;
-  const Plan plan = plan_rows(p, *limits);
-  const bool uses_workspace = !plan.is_resident && (may_change(p) || !reads_in_place(p));
-  if (uses_workspace && workspace == nullptr) return fail("%s: workspace is null, but needed", operation);
-  const Layout layout{static_cast<int32_t>(plan.slice_length),
-                      uses_workspace ? static_cast<float*>(workspace) : nullptr};
+  if (device == nullptr) return 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(p.num_rows * plan.blocks_per_row));
+  config.gridDim = dim3(static_cast<unsigned>(num_blocks));
   config.blockDim = dim3(sampling::kThreads);
-  config.dynamicSmemBytes = sizeof(BlockShared) + (plan.is_resident ? plan.slice_length * sizeof(float) : 0);
+  config.dynamicSmemBytes = sizeof(BlockShared) + static_cast<size_t>(slice_bytes);
   config.stream = stream;
   cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(plan.blocks_per_row), 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster_blocks), 1, 1};
   config.attrs = attributes;
-  config.numAttrs = device->compute_capability >= 90 ? 2 : 0;
-  return check_cuda(operation, cudaLaunchKernelEx(&config, plan.is_resident ? kResident : kInMemory, p, layout));
+  config.numAttrs = device->compute_capability >= 90 ? (cluster_blocks > 1 ? 2 : 1) : 0;
+  return check_cuda(operation, cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+template <auto kResident, auto kInMemory, typename Params, typename... Arguments>
+int launch_clusters(const char* operation, const Params& p, const Plan& plan, void* slices, cudaStream_t stream,
+                    const Arguments&... arguments) {
+  const bool uses_workspace = !plan.is_resident && (may_change(p) || !reads_in_place(p));
+  if (uses_workspace && slices == nullptr) return fail("%s: workspace is null, but needed", operation);
+  const Layout layout{static_cast<int32_t>(plan.slice_length), uses_workspace ? static_cast<float*>(slices) : nullptr};
+  const int64_t slice_bytes = plan.is_resident ? plan.slice_length * static_cast<int64_t>(sizeof(float)) : 0;
+  return launch(operation, plan.is_resident ? kResident : kInMemory, p.num_rows * plan.blocks_per_row,
+                plan.blocks_per_row, slice_bytes, stream, p, layout, arguments...);
+}
+
+int launch_listed(const SampleParams& p, const ListedRows& listed, cudaStream_t stream) {
+  const int64_t num_blocks = p.num_rows * listed.num_spans;
+  const int error = with_element_type(p.dtype, [&](auto element) {
+    return launch("sample", list_entries_kernel<decltype(element)>, num_blocks, 1, 0, stream, p, listed);
+  });
+  if (error != 0) return error;
+  return launch("sample", draw_listed_kernel, p.num_rows, 1, 0, stream, p, listed);
 }
 
 }  // namespace
@@ -166,22 +230,39 @@ extern "C" {
 using namespace pagemill;
 
 int64_t pagemill_cuda_sample_workspace(const SampleParams* params) {
-  // Rows that do not fit into shared memory need room for logits that are converted or adjusted; others need none.
-  constexpr int64_t kLeastBytes = 256;
   const cuda::RowLimits* limits = cuda::row_limits<cuda::sample_kernel<true>>();
   if (limits == nullptr) return 0;
-  const cuda::Plan plan = cuda::plan_rows(*params, *limits);
-  if (plan.is_resident) return kLeastBytes;
-  return std::max(kLeastBytes, params->num_rows * plan.slice_length * static_cast<int64_t>(sizeof(float)));
+  return cuda::workspace_parts(*params, cuda::plan_rows(*params, *limits)).end;
 }
 
 int pagemill_cuda_sample(const SampleParams* params, void* workspace, void* stream) {
-  return cuda::launch_rows<cuda::sample_kernel<true>, cuda::sample_kernel<false>>("sample", *params, workspace,
-                                                                                  static_cast<cudaStream_t>(stream));
+  const SampleParams& p = *params;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (const int error = cuda::check_rows("sample", p)) return error;
+  const cuda::RowLimits* limits = cuda::row_limits<cuda::sample_kernel<true>>();
+  if (limits == nullptr) return 1;
+  if (p.num_rows == 0) return 0;
+  if (workspace == nullptr) return cuda::fail("sample: workspace is null");
+  const cuda::Plan plan = cuda::plan_rows(p, *limits);
+  const cuda::WorkspaceParts parts = cuda::workspace_parts(p, plan);
+  char* base = static_cast<char*>(workspace);
+  cuda::ListedRows listed{};
+  if (cuda::lists_rows(p)) {
+    listed = {reinterpret_cast<int32_t*>(base), reinterpret_cast<cuda::sampling::SpanResult*>(base + parts.spans),
+              reinterpret_cast<uint64_t*>(base + parts.candidates), static_cast<int32_t>(cuda::num_spans(p))};
+    if (const int error = cuda::launch_listed(p, listed, cuda_stream)) return error;
+  }
+  return cuda::launch_clusters<cuda::sample_kernel<true>, cuda::sample_kernel<false>>(
+      "sample", p, plan, base + parts.slices, cuda_stream, listed);
 }
 
 int pagemill_cuda_token_logprobs(const TokenLogprobsParams* params, void* workspace, void* stream) {
-  return cuda::launch_rows<cuda::token_logprobs_kernel<true>, cuda::token_logprobs_kernel<false>>(
-      "token_logprobs", *params, workspace, static_cast<cudaStream_t>(stream));
+  const TokenLogprobsParams& p = *params;
+  if (const int error = cuda::check_rows("token_logprobs", p)) return error;
+  const cuda::RowLimits* limits = cuda::row_limits<cuda::token_logprobs_kernel<true>>();
+  if (limits == nullptr) return 1;
+  if (p.num_rows == 0) return 0;
+  return cuda::launch_clusters<cuda::token_logprobs_kernel<true>, cuda::token_logprobs_kernel<false>>(
+      "token_logprobs", p, cuda::plan_rows(p, *limits), workspace, static_cast<cudaStream_t>(stream));
 }
 }

@@ -11,6 +11,23 @@ namespace pagemill::cuda::sampling {
 constexpr float kGreedyTemperature = 1e-5f;
 constexpr float kLowestLogprob = -9999.0f;
 
+// Of a row that is not greedy.
+__device__ __forceinline__ Softmax softmax_of(const SampleParams& p, int64_t row, float largest) {
+  return {largest, __fdiv_rn(1.0f, row_value(p.temperature, row, 0.0f))};
+}
+__device__ __forceinline__ ListCuts cuts_of(const SampleParams& p, int64_t row, float largest) {
+  const int32_t top_k = row_value(p.top_k, row, 0);
+  const float min_p = row_value(p.min_p, row, 0.0f);
+  ListCuts cuts{top_k > 0 && top_k < p.vocab_size ? top_k : 0, static_cast<double>(row_value(p.top_p, row, 1.0f)), 0.0,
+                -kInfinity,
+                uniform_draw(row_value(p.seeds, row, uint64_t{0}), row_value(p.positions, row, int64_t{0}))};
+  if (min_p > 0.0f) {
+    const float log_min_p = static_cast<float>(log(static_cast<double>(min_p)));
+    cuts.lowest = fminf(__fadd_rn(largest, __fmul_rn(log_min_p, row_value(p.temperature, row, 0.0f))), largest);
+  }
+  return cuts;
+}
+
 // Where a row's log-probabilities go; null: not wanted.
 struct LogprobTargets {
   float* logprob;
@@ -86,16 +103,8 @@ class RowSampler {
   __device__ int32_t pick(const SampleParams& p, const RowStats& stats, bool tells_all) {
     const float temperature = row_value(p.temperature, row_, 0.0f);
     if (temperature < kGreedyTemperature) return first_equal(stats.largest);
-    const Softmax softmax{stats.largest, __fdiv_rn(1.0f, temperature)};
-    const int32_t top_k = row_value(p.top_k, row_, 0);
-    const float top_p = row_value(p.top_p, row_, 1.0f);
-    const float min_p = row_value(p.min_p, row_, 0.0f);
-    ListCuts cuts{top_k > 0 && top_k < raw_.vocab_size ? top_k : 0, static_cast<double>(top_p), 0.0, -kInfinity,
-                  uniform_draw(row_value(p.seeds, row_, uint64_t{0}), row_value(p.positions, row_, int64_t{0}))};
-    if (min_p > 0.0f) {
-      const float log_min_p = static_cast<float>(log(static_cast<double>(min_p)));
-      cuts.lowest = fminf(__fadd_rn(stats.largest, __fmul_rn(log_min_p, temperature)), stats.largest);
-    }
+    const Softmax softmax = softmax_of(p, row_, stats.largest);
+    ListCuts cuts = cuts_of(p, row_, stats.largest);
     const float range = stats.largest - stats.smallest;
     Threshold kept;
     if (cuts.top_k > 0) {
@@ -105,7 +114,7 @@ class RowSampler {
       if (found.has_cut && found.is_list && found.is_complete) return draw_in_first(found, cuts, softmax, tells_all);
       if (found.has_cut) kept.raise(threshold_of(found, goal.count, false));
     }
-    if (top_p < 1.0f) {
+    if (cuts.top_p < 1.0) {
       const Goal goal{0, cuts.top_p, kept.value, false, raw_.vocab_size};
       Selector<kResident, ByMass> selector(team_, slice_, goal, softmax);
       const Selection found = selector.select(fminf(range, kReachNats * temperature));
