@@ -25,13 +25,14 @@ struct SkinnyLinear {
   SkinnyLinearParams params{};
 
   SkinnyLinear(int64_t num_rows, int64_t num_outputs, int64_t num_inputs, int64_t out_stride, int64_t x_stride,
-               int dtype) {
+               int dtype, bool is_gated) {
     params.num_rows = num_rows;
     params.num_outputs = num_outputs;
     params.num_inputs = num_inputs;
     params.out_stride = out_stride;
     params.x_stride = x_stride;
     params.dtype = static_cast<DType>(dtype);
+    params.is_gated = is_gated;
   }
 
   int64_t workspace_bytes() const {
@@ -64,7 +65,7 @@ void bind_cuda(py::module_& module) {
   module.def("cuda_device_count", &cuda_device_count);
   module.def("cuda_device_info", &cuda_device_info);
   py::class_<SkinnyLinear>(module, "SkinnyLinear")
-      .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, int>())
+      .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, int, bool>())
       .def("workspace_bytes", &SkinnyLinear::workspace_bytes)
       .def("wins", &SkinnyLinear::wins)
       .def("run", &SkinnyLinear::run);

@@ -56,10 +56,19 @@ constexpr WinningBox kWinningBoxes[] = {
     {4097, 7168, 3072, 14336, 16},   // 1.14, 1.09
     {10240, 12288, 3072, 11008, 8},  // 1.11
 };
+// Gated, against a product of cuBLAS and a kernel for the activation.
+constexpr WinningBox kWinningGatedBoxes[] = {
+    {11008, 14336, 4096, 4096, 16},
+};
 
 bool is_inside(const WinningBox& box, const SkinnyLinearParams& p) {
   return p.num_outputs >= box.min_outputs && p.num_outputs <= box.max_outputs && p.num_inputs >= box.min_inputs &&
          p.num_inputs <= box.max_inputs && p.num_rows <= box.max_rows;
+}
+
+template <size_t kCount>
+bool is_inside_any(const WinningBox (&boxes)[kCount], const SkinnyLinearParams& p) {
+  return std::any_of(std::begin(boxes), std::end(boxes), [&](const WinningBox& box) { return is_inside(box, p); });
 }
 
 }  // namespace
@@ -79,8 +88,8 @@ int32_t pagemill_cuda_skinny_linear_wins(const SkinnyLinearParams* params) {
   const cuda::DeviceLimits* limits = cuda::device_limits();
   if (limits == nullptr || limits->compute_capability != 90) return 0;
   if (cuda::check_sizes(*params) != 0) return 0;
-  const bool wins = std::any_of(std::begin(cuda::kWinningBoxes), std::end(cuda::kWinningBoxes),
-                                [&](const cuda::WinningBox& box) { return cuda::is_inside(box, *params); });
+  const bool wins = params->is_gated ? cuda::is_inside_any(cuda::kWinningGatedBoxes, *params)
+                                     : cuda::is_inside_any(cuda::kWinningBoxes, *params);
   return wins ? 1 : 0;
 }
 

@@ -6,6 +6,12 @@
 // of consecutive weights, and swizzled rows let it read them back as operands of tensor cores without bank conflicts.
 // The weights are the operand with 16 rows, x the one with 8 columns, so a row's bits depend neither on the other rows
 // nor on their number.
+//
+// For a gated MLP half of a tile's rows are of the gate, half are those of `up` for the same outputs, and what is
+// written is silu(gate) * up, from sums in float32.
+//
+// A kernel fills its rings with weights while the kernel before it in the stream still runs; x is read after that one's
+// end.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,17 +26,19 @@ template <typename T>
 struct SkinnyArguments {
   T* out;           // [num_rows, num_outputs]
   const T* x;       // [num_rows, num_inputs]
-  const T* weight;  // [num_outputs, num_inputs]
+  const T* weight;  // [num_outputs, num_inputs]; gated: the gate's rows, then as many of up
   int64_t out_stride, x_stride;
   int32_t num_rows, num_outputs, num_inputs;
-  int32_t num_tiles, tile_outputs;  // of a block; a tile has at most 16 * kRowTiles outputs
+  int32_t num_tiles, tile_outputs;  // of a block; a tile has at most kTileOutputs
 };
 
-// kRowTiles: of 16 outputs. kColumnTiles: of 8 rows of x.
-template <typename T, int kRowTiles_, int kColumnTiles_, int kWarps_, int kSharedLimit>
+// kRowTiles: of 16 rows of weights. kColumnTiles: of 8 rows of x.
+template <typename T, bool kIsGated_, int kRowTiles_, int kColumnTiles_, int kWarps_, int kSharedLimit>
 struct SkinnyTraits {
   using Element = T;
+  static constexpr bool kIsGated = kIsGated_;
   static constexpr int kRowTiles = kRowTiles_, kColumnTiles = kColumnTiles_;
+  static constexpr int kTileOutputs = 16 * kRowTiles / (kIsGated ? 2 : 1);
   static constexpr int kWarps = kWarps_, kThreads = kWarps * 32;
   static constexpr int kSteps = 2;            // of 32 inputs, two products of tensor cores each, in a chunk
   static constexpr int kChunk = 32 * kSteps;  // inputs of a stage: whole lines of 128 bytes
@@ -63,6 +71,29 @@ __device__ __forceinline__ void copy_or_zero_once(uint32_t to, const void* from,
                : "memory");
 }
 
+// Past the L1 cache, and not before what stands in front of it.
+__device__ __forceinline__ uint4 load_fresh(const void* from) {
+  uint4 data;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(data.x), "=r"(data.y), "=r"(data.z), "=r"(data.w)
+               : "l"(from)
+               : "memory");
+  return data;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t to, const uint4& data) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(data.x), "r"(data.y), "r"(data.z), "r"(data.w)
+               : "memory");
+}
+
+// The kernels before this one in the stream have finished; the next one may take its place beside this one.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -87,11 +118,15 @@ __device__ __forceinline__ void multiply(float (&sum)[4], uint32_t a0, uint32_t 
 __device__ __forceinline__ void store_rounded(__nv_bfloat16* to, float value) { *to = __float2bfloat16(value); }
 __device__ __forceinline__ void store_rounded(__half* to, float value) { *to = __float2half(value); }
 
+__device__ __forceinline__ float silu(float x) { return x * __fdividef(1.0f, 1.0f + __expf(-x)); }
+
 // Copies a warp's stages in the order in which it consumes them: chunks of the first tile, of the next, and so on.
 template <typename Traits>
 class SkinnyLoader {
   using T = typename Traits::Element;
   static constexpr int kLanesOfRow = Traits::kRowBytes / 16, kRowsOfCopy = 32 / kLanesOfRow;
+  static constexpr int kWeightCopies = 16 * Traits::kRowTiles / kRowsOfCopy;
+  static constexpr int kXCopies = 8 * Traits::kColumnTiles / kRowsOfCopy;
 
  public:
   __device__ SkinnyLoader(const SkinnyArguments<T>& arguments, char* ring, int first, int end, int warp, int lane)
@@ -115,30 +150,78 @@ class SkinnyLoader {
   // row.
   static __device__ int swizzled(int row, int piece) { return piece ^ ((row & 1) << 2); }
 
+  // Starts the copies of weights for the whole ring, a group for each stage.
+  __device__ __forceinline__ void fill_with_weights() {
+    // Not unrolled: a second copy of this code would delay the first loads by the time to fetch it.
+#pragma unroll 1
+    for (int stage = 0; stage < Traits::kDepth; ++stage) {
+      if (tiles_left_ > 0) {
+        copy_weights();
+        advance();
+      }
+      asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+  }
+
+  // Reads x for the stages of fill_with_weights(), all of it at once. The lanes' stores are for one another.
+  __device__ __forceinline__ void fill_with_x() const {
+    uint4 pieces[Traits::kDepth][kXCopies];
+    int chunk = 0;
+#pragma unroll
+    for (int stage = 0; stage < Traits::kDepth; ++stage) {
+      const int input = chunk * (Traits::kWarps * Traits::kChunk);
+#pragma unroll
+      for (int i = 0; i < kXCopies; ++i) {
+        pieces[stage][i] = make_uint4(0, 0, 0, 0);
+        if (input_ + input < a_.num_inputs && i * kRowsOfCopy + row_ < a_.num_rows) {
+          pieces[stage][i] = load_fresh(x_ + i * kRowsOfCopy * a_.x_stride + input);
+        }
+      }
+      if (++chunk >= num_chunks_) chunk = 0;
+    }
+#pragma unroll
+    for (int stage = 0; stage < Traits::kDepth; ++stage) {
+#pragma unroll
+      for (int i = 0; i < kXCopies; ++i) {
+        store_shared(to_ + stage * Traits::kStageBytes + Traits::kWeightBytes + i * 512, pieces[stage][i]);
+      }
+    }
+  }
+
   // Starts the copies of the next stage, if there is one. Always closes a group, so that groups count stages.
   __device__ __forceinline__ void start_next() {
     if (tiles_left_ > 0) {
-      copy_stage();
+      copy_weights();
+      copy_x();
       advance();
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
  private:
-  __device__ __forceinline__ void copy_stage() {
+  __device__ __forceinline__ void copy_weights() {
     const int input = chunk_ * (Traits::kWarps * Traits::kChunk);
     const bool is_inside = input_ + input < a_.num_inputs;
     const int outputs = min(outputs_left_, a_.tile_outputs - row_);
     const uint32_t to = to_ + slot_ * Traits::kStageBytes;
+    constexpr int kCopiesOfPart = Traits::kTileOutputs / kRowsOfCopy;  // the whole, or gate and up
 #pragma unroll
-    for (int i = 0; i < 16 * Traits::kRowTiles / kRowsOfCopy; ++i) {
-      const T* from = weight_ + static_cast<int64_t>(i * kRowsOfCopy) * a_.num_inputs + input;
-      copy_or_zero_once(to + i * 512, from, is_inside && i * kRowsOfCopy < outputs, policy_);
+    for (int i = 0; i < kWeightCopies; ++i) {
+      const int output = (i % kCopiesOfPart) * kRowsOfCopy;
+      const int64_t part = static_cast<int64_t>(i / kCopiesOfPart) * a_.num_outputs;
+      const T* from = weight_ + (part + output) * a_.num_inputs + input;
+      copy_or_zero_once(to + i * 512, from, is_inside && output < outputs, policy_);
     }
+  }
+
+  __device__ __forceinline__ void copy_x() {
+    const int input = chunk_ * (Traits::kWarps * Traits::kChunk);
+    const bool is_inside = input_ + input < a_.num_inputs;
+    const uint32_t to = to_ + slot_ * Traits::kStageBytes + Traits::kWeightBytes;
 #pragma unroll
-    for (int i = 0; i < 8 * Traits::kColumnTiles / kRowsOfCopy; ++i) {
+    for (int i = 0; i < kXCopies; ++i) {
       const T* from = x_ + i * kRowsOfCopy * a_.x_stride + input;
-      copy_or_zero(to + Traits::kWeightBytes + i * 512, from, is_inside && i * kRowsOfCopy + row_ < a_.num_rows);
+      copy_or_zero(to + i * 512, from, is_inside && i * kRowsOfCopy + row_ < a_.num_rows);
     }
   }
 
@@ -208,20 +291,26 @@ __device__ __forceinline__ void write_warp_sums(float* to, int num_rows, int lan
   }
 }
 
-// Adds the warps' sums of a tile in the order of the warps and writes outputs first .. first + num_outputs - 1.
+// The sum over the warps, in their order.
+template <typename Traits>
+__device__ __forceinline__ float sum_of_warps(const float* sums) {
+  float sum = 0;
+#pragma unroll
+  for (int warp = 0; warp < Traits::kWarps; ++warp) sum += sums[warp * Traits::kWarpSums];
+  return sum;
+}
+
+// Joins the warps' sums of a tile and writes outputs first .. first + num_outputs - 1.
 template <typename Traits>
 __device__ __forceinline__ void join_warps(const SkinnyArguments<typename Traits::Element>& a, const float* sums,
                                            int first, int num_outputs) {
-  constexpr int kOutputs = 16 * Traits::kRowTiles;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < a.num_rows * kOutputs; i += Traits::kThreads) {
-    const int row = i / kOutputs, output = i % kOutputs;
-    float sum = 0;
-#pragma unroll
-    for (int warp = 0; warp < Traits::kWarps; ++warp) {
-      sum += sums[warp * Traits::kWarpSums + row * Traits::kSumPitch + output];
-    }
-    if (output < num_outputs) store_rounded(a.out + row * a.out_stride + first + output, sum);
+  for (int i = threadIdx.x; i < a.num_rows * Traits::kTileOutputs; i += Traits::kThreads) {
+    const int row = i / Traits::kTileOutputs, output = i % Traits::kTileOutputs;
+    const float* own = sums + row * Traits::kSumPitch + output;
+    float value = sum_of_warps<Traits>(own);
+    if constexpr (Traits::kIsGated) value = silu(value) * sum_of_warps<Traits>(own + Traits::kTileOutputs);
+    if (output < num_outputs) store_rounded(a.out + row * a.out_stride + first + output, value);
   }
 }
 
@@ -238,9 +327,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int first = block * share + min(block, rest), end = first + share + (block < rest ? 1 : 0);
 
   SkinnyLoader<Traits> loader(a, ring, first, end, warp, lane);
-  // Not unrolled: a second copy of the loader's code would delay the first loads by the time to fetch it.
-#pragma unroll 1
-  for (int stage = 0; stage < Traits::kDepth; ++stage) loader.start_next();
+  loader.fill_with_weights();
+  wait_for_previous_kernel();
+  loader.fill_with_x();
 
   const int num_chunks = SkinnyLoader<Traits>::num_chunks_of(a.num_inputs, warp);
   int slot = 0;

@@ -13,12 +13,10 @@ namespace pagemill::cuda {
 // Shared memory of a block: what sm_90 and sm_100 have, less 3 KB, and what every processor since sm_80 has.
 constexpr int kLargeShared = 224 * 1024, kSmallShared = 99 * 1024;
 
-template <typename T, int kRowTiles, int kColumnTiles>
-using LargeRing = SkinnyTraits<T, kRowTiles, kColumnTiles, 8, kLargeShared>;
-template <typename T, int kRowTiles, int kColumnTiles>
-using SmallRing = SkinnyTraits<T, kRowTiles, kColumnTiles, 4, kSmallShared>;
-
-constexpr int kMaxTileOutputs = 32;
+template <typename T, bool kIsGated, int kRowTiles, int kColumnTiles>
+using LargeRing = SkinnyTraits<T, kIsGated, kRowTiles, kColumnTiles, 8, kLargeShared>;
+template <typename T, bool kIsGated, int kRowTiles, int kColumnTiles>
+using SmallRing = SkinnyTraits<T, kIsGated, kRowTiles, kColumnTiles, 4, kSmallShared>;
 
 struct SkinnyTiling {
   int num_blocks, num_tiles, tile_outputs;
@@ -26,11 +24,11 @@ struct SkinnyTiling {
 
 // One block for each multiprocessor, with equal shares of the outputs and tiles of equal height: copies in flight are
 // as many in the last tile as in the first.
-inline SkinnyTiling tile_outputs_evenly(int num_outputs, int num_multiprocessors) {
+inline SkinnyTiling tile_outputs_evenly(int num_outputs, int num_multiprocessors, int max_tile_outputs) {
   SkinnyTiling tiling;
   tiling.num_blocks = std::min(num_outputs, num_multiprocessors);
   const int share = (num_outputs + tiling.num_blocks - 1) / tiling.num_blocks;
-  tiling.num_tiles = (share + kMaxTileOutputs - 1) / kMaxTileOutputs;
+  tiling.num_tiles = (share + max_tile_outputs - 1) / max_tile_outputs;
   tiling.tile_outputs = (share + tiling.num_tiles - 1) / tiling.num_tiles;
   return tiling;
 }
@@ -51,15 +49,31 @@ int launch_skinny_kernel(const SkinnyLinearParams& p, const SkinnyTiling& tiling
   a.num_inputs = static_cast<int32_t>(p.num_inputs);
   a.num_tiles = tiling.num_tiles;
   a.tile_outputs = tiling.tile_outputs;
-  skinny_linear_kernel<Traits><<<tiling.num_blocks, Traits::kThreads, Traits::kSharedBytes, stream>>>(a);
-  return check_cuda("skinny_linear", cudaGetLastError());
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(tiling.num_blocks);
+  config.blockDim = dim3(Traits::kThreads);
+  config.dynamicSmemBytes = Traits::kSharedBytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = setup.architecture >= 90 ? 1 : 0;
+  return check_cuda("skinny_linear", cudaLaunchKernelEx(&config, skinny_linear_kernel<Traits>, a));
 }
 
-template <template <typename, int, int> class Ring, typename T, int kColumnTiles>
+template <template <typename, bool, int, int> class Ring, typename T, int kColumnTiles>
 int launch_skinny_ring(const SkinnyLinearParams& p, int num_multiprocessors, cudaStream_t stream) {
-  const SkinnyTiling tiling = tile_outputs_evenly(static_cast<int>(p.num_outputs), num_multiprocessors);
-  if (tiling.tile_outputs <= 16) return launch_skinny_kernel<Ring<T, 1, kColumnTiles>>(p, tiling, stream);
-  return launch_skinny_kernel<Ring<T, 2, kColumnTiles>>(p, tiling, stream);
+  const int num_outputs = static_cast<int>(p.num_outputs);
+  if (p.is_gated) {
+    using Traits = Ring<T, true, 2, kColumnTiles>;
+    return launch_skinny_kernel<Traits>(p, tile_outputs_evenly(num_outputs, num_multiprocessors, Traits::kTileOutputs),
+                                        stream);
+  }
+  using Traits = Ring<T, false, 2, kColumnTiles>;
+  const SkinnyTiling tiling = tile_outputs_evenly(num_outputs, num_multiprocessors, Traits::kTileOutputs);
+  if (tiling.tile_outputs <= 16) return launch_skinny_kernel<Ring<T, false, 1, kColumnTiles>>(p, tiling, stream);
+  return launch_skinny_kernel<Traits>(p, tiling, stream);
 }
 
 template <typename T>

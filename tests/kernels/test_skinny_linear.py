@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from worker import kernels
-from worker.kernels.skinny_linear import MAX_ROWS, SkinnyLinear, skinny_linear
+from worker.kernels.skinny_linear import MAX_ROWS, SkinnyGateUp, SkinnyLinear, skinny_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -47,6 +49,51 @@ def test_product_is_right_for_every_row_count(dtype: torch.dtype, shape: tuple[i
     for num_rows in range(1, MAX_ROWS + 1):
         x = random(num_rows, shape[1], dtype=dtype)
         assert_close(product(x, weight), x, weight)
+
+
+@each_dtype
+@each_shape
+def test_a_gated_product_is_right_for_every_row_count(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    num_outputs, num_inputs = shape
+    weight = random(2 * num_outputs, num_inputs, dtype=dtype) / num_inputs**0.5
+    gated = SkinnyGateUp(weight)
+    for num_rows in range(1, MAX_ROWS + 1):
+        x = random(num_rows, num_inputs, dtype=dtype)
+        out = torch.full((num_rows, num_outputs), float("nan"), device="cuda", dtype=dtype)
+        gated(out, x)
+        gate, up = (x.double() @ weight.double().T).split(num_outputs, dim=1)
+        relative = {torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+        torch.testing.assert_close(out.double(), torch.nn.functional.silu(gate) * up, rtol=relative, atol=1e-5)
+
+
+def test_a_product_reads_what_the_kernel_before_it_writes() -> None:
+    """Launches that follow at once, each on what the one before made, against launches that are waited for."""
+    hidden, inner = 2048, 4096
+    weights = [random(hidden, hidden) / hidden**0.5 for _ in range(4)]
+    gate_ups = [random(2 * inner, hidden) / hidden**0.5 for _ in range(4)]
+    downs = [random(hidden, inner) / inner**0.5 for _ in range(4)]
+    norm = random(hidden)
+    buffer = {"dtype": torch.bfloat16, "device": "cuda"}
+
+    def run(start: torch.Tensor, wait: Callable[[], None]) -> torch.Tensor:
+        residual, activated = start.clone(), torch.zeros(4, inner, **buffer)
+        normed, summand = start.to(torch.bfloat16), torch.zeros(4, hidden, **buffer)
+        for plain, gated, down in zip(weights, gate_ups, downs, strict=True):
+            SkinnyLinear(plain)(summand, normed)
+            wait()
+            kernels.fused_add_rms_norm(normed, summand, residual, norm, 1e-5)
+            wait()
+            SkinnyGateUp(gated)(activated, normed)
+            wait()
+            SkinnyLinear(down)(summand, activated)
+            wait()
+            kernels.fused_add_rms_norm(normed, summand, residual, norm, 1e-5)
+            wait()
+        return residual
+
+    for _ in range(5):
+        start = torch.randn(4, hidden, device="cuda")
+        assert torch.equal(run(start, lambda: None), run(start, torch.cuda.synchronize))
 
 
 @each_dtype
@@ -129,6 +176,11 @@ def test_other_dtypes_are_named() -> None:
     x, out = random(2, 128, dtype=torch.float32), torch.empty(2, 64, device="cuda")
     with pytest.raises(TypeError, match="float32"):
         skinny_linear(out, x, random(64, 128, dtype=torch.float32))
+
+
+def test_a_gated_weight_with_an_odd_number_of_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="has 5 rows"):
+        SkinnyGateUp(random(5, 64))
 
 
 def test_it_is_advised_for_no_product_that_was_not_measured_to_gain() -> None:

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from worker.kernels.skinny_linear import MAX_ROWS, SkinnyLinear
+from worker.kernels.skinny_linear import SkinnyGateUp, SkinnyLinear
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Launch = Callable[[], object]
@@ -20,6 +20,8 @@ Launch = Callable[[], object]
 
 class _DeviceProduct:
     """A weight on its device, and the ways to multiply with it."""
+
+    _skinny_class = SkinnyLinear
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         if weight.dim() != 2 or weight.dtype not in _DTYPES or not weight.is_contiguous():
@@ -38,17 +40,12 @@ class _DeviceProduct:
         self.out_features, self.in_features = weight.shape
         self._transposed = self.weight.t()
         is_skinny = weight.is_cuda and weight.dtype is not torch.float32 and bias is None
-        self._skinny = SkinnyLinear(self.weight) if is_skinny else None
+        self._skinny = self._skinny_class(self.weight) if is_skinny else None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of weight and bias."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-    @property
-    def product_width(self) -> int:
-        """Columns of the plain product."""
-        return self.out_features
 
     def check(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Check the arguments of a call. Raises ValueError."""
@@ -69,16 +66,14 @@ class _DeviceProduct:
                 f"{out.device} with strides {list(out.stride())}"
             )
 
-    def bind(self, x: torch.Tensor, out: torch.Tensor) -> Launch:
-        """What writes x · Wᵀ + bias into `out` when called; nothing is allocated in a call on CUDA.
+    def _bind_skinny(self, x: torch.Tensor, out: torch.Tensor) -> Launch | None:
+        """The kernel for few rows, where it is faster and writes what is asked for."""
+        if self._skinny is None or out.dtype is not self.dtype or not self._skinny.wins(x.shape[0]):
+            return None
+        return partial(self._skinny, out, x)
 
-        Args:
-            x: [T, in_features] of the weight's dtype; rows may be strided.
-            out: [T, product_width] of the weight's dtype or float32; likewise.
-        """
+    def _bind_product(self, x: torch.Tensor, out: torch.Tensor) -> Launch:
         if out.dtype is self.dtype:
-            if self._skinny is not None and x.shape[0] <= MAX_ROWS and self._skinny.wins(x.shape[0]):
-                return partial(self._skinny, out, x)
             if self.bias is None:
                 return partial(torch.mm, x, self._transposed, out=out)
             return partial(torch.addmm, self.bias, x, self._transposed, out=out)
@@ -103,6 +98,15 @@ class DeviceLinear(_DeviceProduct):
         ValueError: a shape or dtype does not fit.
     """
 
+    def bind(self, x: torch.Tensor, out: torch.Tensor) -> Launch:
+        """What writes x · Wᵀ + bias into `out` when called; nothing is allocated in a call on CUDA.
+
+        Args:
+            x: [T, in_features] of the weight's dtype; rows may be strided.
+            out: [T, out_features] of the weight's dtype or float32; likewise.
+        """
+        return self._bind_skinny(x, out) or self._bind_product(x, out)
+
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write the product into `out`. Arguments as for `bind`; errors as for `check`."""
         self.check(x, out)
@@ -112,11 +116,11 @@ class DeviceLinear(_DeviceProduct):
 class DeviceGateUp(_DeviceProduct):
     """The weight of a gated MLP, [2 * out_features, in_features]: the rows of gate, then those of up.
 
-    What it binds is the plain product [T, 2 * out_features]; the activation is a kernel of its own.
-
     Raises:
         ValueError: as for DeviceLinear; also for an odd number of rows.
     """
+
+    _skinny_class = SkinnyGateUp
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight, bias)
@@ -124,9 +128,13 @@ class DeviceGateUp(_DeviceProduct):
             raise ValueError(f"weight has {self.out_features} rows, which are no gate and up of equal size")
         self.out_features //= 2
 
-    @property
-    def product_width(self) -> int:
-        return 2 * self.out_features
+    def bind_activated(self, x: torch.Tensor, out: torch.Tensor) -> Launch | None:
+        """One launch that writes silu(x · gateᵀ) * (x · upᵀ) into out [T, out_features]; None where two are faster."""
+        return self._bind_skinny(x, out)
+
+    def bind_product(self, x: torch.Tensor, out: torch.Tensor) -> Launch:
+        """What writes both products, [T, 2 * out_features], into `out`, for an activation to read."""
+        return self._bind_product(x, out)
 
 
 def _in_turn(first: Launch, second: Launch) -> None:

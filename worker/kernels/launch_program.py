@@ -170,17 +170,27 @@ class LaunchProgram:
         self._add(name, bind, weight, x, out)
 
     def _gate_up(self, weight: DeviceGateUp, x: torch.Tensor, out: torch.Tensor) -> None:
-        self._scratch_product("gate_up", weight, x, weight.dtype)
+        width = 2 * weight.out_features
+        self._need_scratch(width, weight.dtype)
 
         def bind(frame: _Frame) -> Launch:
-            gate_up = self._scratch_rows(frame, weight.product_width, weight.dtype)
+            activated = weight.bind_activated(frame.rows(x), frame.rows(out))
+            if activated is not None:
+                return lambda step: activated()
+            gate_up = self._scratch_rows(frame, width, weight.dtype)
+            product = weight.bind_product(frame.rows(x), gate_up)
             run = frame.plan(
                 _signature("silu_and_mul", out), elementwise.bind_activation, frame.rows(out), gate_up, "silu"
             )
             addresses = out.data_ptr(), gate_up.data_ptr()
-            return lambda step: run(*addresses, step.stream)
 
-        self._add("silu_and_mul", bind, out)
+            def launch(step: _Step) -> None:
+                product()
+                run(*addresses, step.stream)
+
+            return launch
+
+        self._add("gate_up", bind, weight, x, out)
 
     def accumulate(self, weight: DeviceLinear, x: torch.Tensor, out: torch.Tensor) -> None:
         """out += x · Wᵀ, summed in float32."""
@@ -219,18 +229,18 @@ class LaunchProgram:
             raise ValueError(f"{op}: x has {x.shape[0]} rows; expected [num_tokens={self._max_tokens}]")
         weight.check(x, out)
 
-    def _scratch_product(
-        self, name: str, weight: DeviceLinear | DeviceGateUp, x: torch.Tensor, dtype: torch.dtype
-    ) -> None:
+    def _scratch_product(self, name: str, weight: DeviceLinear, x: torch.Tensor, dtype: torch.dtype) -> None:
         """A product into scratch rows, for the call that is added next."""
-        width = weight.product_width
-        self._scratch_widths[dtype] = max(width, self._scratch_widths.get(dtype, 0))
+        self._need_scratch(weight.out_features, dtype)
 
         def bind(frame: _Frame) -> Launch:
-            launch = weight.bind(frame.rows(x), self._scratch_rows(frame, width, dtype))
+            launch = weight.bind(frame.rows(x), self._scratch_rows(frame, weight.out_features, dtype))
             return lambda step: launch()
 
         self._add(name, bind, weight, x)
+
+    def _need_scratch(self, width: int, dtype: torch.dtype) -> None:
+        self._scratch_widths[dtype] = max(width, self._scratch_widths.get(dtype, 0))
 
     def _scratch_rows(self, frame: _Frame, width: int, dtype: torch.dtype) -> torch.Tensor:
         """The first T rows of `width` columns in scratch memory."""

@@ -20,16 +20,19 @@ struct CudaDeviceInfo {
   char name[64];
 };
 
-// out = x · Wᵀ for few rows, where reading the weights is all the time. 16-bit, sums in float32.
+// out = x · Wᵀ for few rows, where reading the weights is all the time. 16-bit, sums in float32. Gated: the weight has
+// the rows of a gate and as many of `up`, and out = silu(x · gateᵀ) * (x · upᵀ). The weight is read while the kernel
+// before in the stream may still run: that one must not write it.
 struct SkinnyLinearParams {
   void* out;           // [num_rows, num_outputs]
   const void* x;       // [num_rows, num_inputs]
-  const void* weight;  // [num_outputs, num_inputs], contiguous
+  const void* weight;  // [num_outputs, num_inputs], gated [2 * num_outputs, num_inputs], contiguous
   void* workspace;     // device, zeroed once before its first use; kernels leave it reusable
   int64_t workspace_bytes;
   int64_t num_rows, num_outputs, num_inputs;  // num_rows at most 16
   int64_t out_stride, x_stride;
   DType dtype;
+  bool is_gated;
 };
 
 }  // namespace pagemill
