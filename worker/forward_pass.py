@@ -77,6 +77,10 @@ class ForwardPass:
 
     def record_graphs(self, sizes: list[int]) -> DecodeGraphs:
         """Record decode steps of these numbers of rows on the bound cache; `graphs` replays them once assigned."""
+        # Binds the model to the cache here and not on the recording stream: what it allocates for that is then the
+        # memory that it had before, on another cache.
+        self._plan_decode(sizes[0])
+        self._run_decode(sizes[0])
         graphs = DecodeGraphs()
         if self._recording_stream is None:
             self._recording_stream = torch.cuda.Stream()

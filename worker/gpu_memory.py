@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -21,8 +22,10 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 # torch hands out large tensors in multiples of this.
 _TORCH_GRANULE_BYTES = 2 << 20
-# What the driver keeps per captured graph where one alone shows nothing: it takes memory in larger pieces than a graph.
-_MIN_GRAPH_BYTES = 2 << 20
+# Graphs that are captured at once to see what one of them adds, and what it counts for at least: the driver takes
+# memory in larger pieces than a graph.
+_COMPARED_GRAPHS = 5
+_MIN_GRAPH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +194,13 @@ class MemoryLedger:
         )
 
     def measure(
-        self, run_largest_step: Callable[[], object], capture_graph: Callable[[], object], num_graphs: int
+        self, run_largest_step: Callable[[], object], capture_graphs: Callable[[int], object], num_graphs: int
     ) -> MemoryUse:
         """What everything but the KV cache takes. Work buffers may be made before: they count as activations.
 
         Args:
             run_largest_step: runs a step of the most tokens and rows, sampling included, on a cache of a few blocks.
-            capture_graph: captures one CUDA graph of the most rows on such a cache and returns what keeps it alive.
+            capture_graphs: captures so many of the largest CUDA graphs on such a cache, returns what keeps them alive.
             num_graphs: how many there will be; with 0 none is captured.
 
         Raises:
@@ -208,7 +211,7 @@ class MemoryLedger:
             run_largest_step()
         ran = self._memory.read()
         peak = max(ran.peak_pool, ran.pool)
-        graphs = self._graph_bytes(ran, capture_graph, num_graphs) if num_graphs else 0
+        graphs = self._graph_bytes(ran, capture_graphs, num_graphs) if num_graphs else 0
         start, loaded = self._start, self._loaded
         return MemoryUse(
             total=ran.total,
@@ -219,15 +222,17 @@ class MemoryLedger:
             graphs=graphs,
         )
 
-    def _graph_bytes(self, ran: MemoryReading, capture_graph: Callable[[], object], num_graphs: int) -> int:
-        """The first graph also pays for what all share; a second shows what each adds."""
-        kept = [capture_graph()]
-        first = self._memory.read()
-        kept.append(capture_graph())
-        second = self._memory.read()
+    def _graph_bytes(self, ran: MemoryReading, capture_graphs: Callable[[int], object], num_graphs: int) -> int:
+        """The first capture shows what is loaded or made once for all, two more of other counts what a graph adds."""
+        compared = min(_COMPARED_GRAPHS, num_graphs)
+        kept, free = [], [ran.free]
+        for count in (1, 1, compared):
+            kept.append(capture_graphs(count))
+            free.append(self._memory.read().free)
         del kept
-        each = max(first.free - second.free, _MIN_GRAPH_BYTES)
-        return max(ran.free - first.free, 0) + each * num_graphs
+        once, one, several = (before - after for before, after in pairwise(free))
+        each = max((several - one) // (compared - 1) if compared > 1 else 0, _MIN_GRAPH_BYTES)
+        return max(once, 0) + each * num_graphs
 
 
 def pool_blocks(use: MemoryUse, layout: KVLayout) -> int:

@@ -28,8 +28,8 @@ class StepProbe(Protocol):
     def run_largest_step(self) -> None:
         """Run a step of the most tokens and rows, logits and sampling of all rows included."""
 
-    def capture_graph(self) -> object:
-        """Capture the largest graph; what is returned keeps it alive."""
+    def capture_graphs(self, count: int) -> object:
+        """Capture the `count` largest graphs in one go; what is returned keeps them alive."""
 
 
 class MemoryPlan(Protocol):
@@ -93,5 +93,5 @@ class GpuMemoryPlan:
         return self._ledger.stepping()
 
     def num_blocks(self, layout: KVLayout, context_length: int, probe: StepProbe) -> int:
-        use = self._ledger.measure(probe.run_largest_step, probe.capture_graph, probe.num_graphs)
+        use = self._ledger.measure(probe.run_largest_step, probe.capture_graphs, probe.num_graphs)
         return gpu_kv_budget(use, layout, self._settings, context_length, self._device)

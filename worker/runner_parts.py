@@ -224,10 +224,10 @@ class Rehearsal:
         """Let go of the cache. The pass is to be bound to another one."""
         self._cache = None
 
-    def capture_graph(self) -> object:
-        """Record the largest graph; it lives as long as what is returned."""
+    def capture_graphs(self, count: int) -> object:
+        """Record the `count` largest graphs; they live as long as what is returned."""
         self._bind()
-        return self._pass.record_graphs(self._graph_sizes[-1:])
+        return self._pass.record_graphs(self._graph_sizes[-count:])
 
     def run_largest_step(self) -> None:
         """As many tokens and rows as a step may have, with penalties, filters and log-probabilities. Waits."""

@@ -46,11 +46,12 @@ class SimulatedMemory:
 
         return run
 
-    def graph(self, first: int, each: int) -> Callable[[], object]:
-        sizes = [first + each, each]
+    def graphs(self, modules: int, shared: int, each: int) -> Callable[[int], object]:
+        """Captures that load modules once, and take memory that those of one call share, and some for each."""
+        loaded = [modules]
 
-        def capture() -> object:
-            self.outside += sizes.pop(0)
+        def capture(count: int) -> object:
+            self.outside += (loaded.pop() if loaded else 0) + shared + count * each
             return object()
 
         return capture

@@ -14,7 +14,7 @@ from worker.kv_cache import KVLayout
 GRANULE = 2 << 20
 
 
-def nothing() -> object:
+def nothing(count: int) -> object:
     raise AssertionError("no graph is to be captured")
 
 
@@ -32,12 +32,12 @@ def test_every_part_is_measured_and_the_rest_is_for_the_cache() -> None:
     with ledger.loading(15 * GIB, "bfloat16"):
         memory.allocate(15 * GIB)
     memory.allocate(GIB)  # work buffers, made before the step
-    use = ledger.measure(memory.step(2 * GIB, modules=GIB // 4), memory.graph(first=GIB // 8, each=GIB // 64), 32)
+    use = ledger.measure(memory.step(2 * GIB, modules=GIB // 4), memory.graphs(0, GIB // 8, GIB // 64), 32)
     assert use.limit == int(0.9 * H200_BYTES)
     assert use.before == 3 * GIB
     assert use.weights == 15 * GIB
     assert use.activations == 3 * GIB + GIB // 4
-    # What all graphs share once, and each of them: the first was counted twice, which is on the safe side.
+    # What all graphs share, and each of them: the first was counted twice, which is on the safe side.
     assert use.graphs == GIB // 8 + GIB // 64 + 32 * GIB // 64
     assert use.left == use.limit - 3 * GIB - 15 * GIB - 3 * GIB - GIB // 4 - use.graphs
 
@@ -59,8 +59,20 @@ def test_without_graphs_none_is_captured() -> None:
 
 def test_a_graph_that_shows_nothing_still_counts() -> None:
     memory = SimulatedMemory()
-    use = MemoryLedger(memory, 0.5).measure(memory.step(GIB, 0), object, 10)
-    assert use.graphs == 10 * GRANULE
+    use = MemoryLedger(memory, 0.5).measure(memory.step(GIB, 0), memory.graphs(0, 0, 0), 10)
+    assert use.graphs == 10 << 20
+
+
+def test_modules_that_the_first_graph_loads_count_once() -> None:
+    memory = SimulatedMemory()
+    use = MemoryLedger(memory, 0.5).measure(memory.step(GIB, 0), memory.graphs(GIB // 16, 1 << 25, 1 << 22), 64)
+    assert use.graphs == GIB // 16 + (1 << 25) + (65 << 22)
+
+
+def test_a_single_graph_is_measured_by_itself() -> None:
+    memory = SimulatedMemory()
+    use = MemoryLedger(memory, 0.5).measure(memory.step(GIB, 0), memory.graphs(0, 1 << 25, 1 << 22), 1)
+    assert use.graphs == (1 << 25) + (1 << 22) + (1 << 20)
 
 
 def test_what_other_processes_take_while_a_worker_starts_is_left_to_them() -> None:

@@ -43,13 +43,10 @@ class Probe:
 
     def __init__(self, memory: SimulatedMemory) -> None:
         self._step = memory.step(2 * GIB, modules=0)
-        self._graph = memory.graph(first=0, each=4 << 20)
+        self.capture_graphs = memory.graphs(modules=0, shared=0, each=4 << 20)
 
     def run_largest_step(self) -> None:
         self._step()
-
-    def capture_graph(self) -> object:
-        return self._graph()
 
 
 def gpu_plan(memory: SimulatedMemory, **settings: Any) -> GpuMemoryPlan:
@@ -96,7 +93,8 @@ def test_the_hosts_pool_is_a_setting() -> None:
         def run_largest_step(self) -> None:
             raise AssertionError("nothing is measured on a CPU")
 
-        capture_graph = run_largest_step
+        def capture_graphs(self, count: int) -> object:
+            raise AssertionError("nothing is captured on a CPU")
 
     assert host_plan().num_blocks(LLAMA, 8192, NoProbe()) * LLAMA.block_bytes == GIB
     assert host_plan(kv_cache_gib=2.5).num_blocks(LLAMA, 8192, NoProbe()) * LLAMA.block_bytes == 2.5 * GIB
