@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pagemill.bench.arrivals import ClosedLoop
-from pagemill.bench.load import run_load
+from pagemill.bench.load import LoadProcesses
 from pagemill.bench.machine import device_name_here
 from pagemill.bench.targets import Target
 from pagemill.bench.workloads import FixedLengths, TokenSource
@@ -82,10 +82,10 @@ class OfflineEngine:
 class ServedEngine:
     """A server, asked by processes that make load. Streams, as clients do."""
 
-    def __init__(self, target: Target, device: str, num_processes: int) -> None:
+    def __init__(self, target: Target, device: str, processes: LoadProcesses) -> None:
         self._target = target
         self.device = device
-        self._num_processes = num_processes
+        self._processes = processes
 
     @property
     def backend(self) -> str:
@@ -93,7 +93,7 @@ class ServedEngine:
 
     def generate(self, workload: FixedLengths, count: int, at_once: int) -> Sequence[float]:
         schedule = ClosedLoop(min(at_once, count), count)
-        result = run_load(self._target, workload, schedule, num_processes=self._num_processes)
+        result = self._processes.run(self._target, workload, schedule)
         result.require_all()
         return [result.elapsed_s, *(answer.first_token_s for answer in result.answers)]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pagemill.bench.arrivals import Rounds
 from pagemill.bench.engines import FreshWorkloads, OfflineEngine
-from pagemill.bench.load import run_load
+from pagemill.bench.load import LoadProcesses
 from pagemill.bench.percentiles import Distribution
 from pagemill.bench.targets import Target
 from pagemill.engine_args import EngineArgs
@@ -76,7 +76,8 @@ def served_latency(target: Target, device: str, plan: LatencyPlan, workloads: Fr
     """A server, by the times at which pieces of streams arrive."""
     samples = LatencySamples(target.backend, device, [], [], [])
     rounds = Rounds(plan.batch_size, _WARM_UP_ROUNDS + plan.num_rounds)
-    result = run_load(target, workloads.make(plan.input_len, plan.output_len), rounds)
+    with LoadProcesses() as processes:
+        result = processes.run(target, workloads.make(plan.input_len, plan.output_len), rounds)
     result.require_all()
     # Answers come in the order in which they ended, so those of the first rounds come first.
     for answer in result.answers[_WARM_UP_ROUNDS * plan.batch_size :]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from pagemill.bench.arrivals import ClosedLoop, OpenLoop, Rounds, Schedule
-from pagemill.bench.load_process import Finished, Share, run_share
+from pagemill.bench.load_process import Finished, Share, run_shares
 from pagemill.bench.records import WRONG_LENGTH, Answer
 from pagemill.bench.targets import Target
 from pagemill.bench.workloads import Workload
@@ -64,37 +64,93 @@ def default_num_processes() -> int:
     return max(1, min(4, available_cores() // 4))
 
 
-def run_load(
-    target: Target,
-    workload: Workload,
-    schedule: Schedule,
-    *,
-    num_processes: int = 1,
-    timeout_s: float = 600.0,
-    on_progress: Callable[[int], None] = lambda count: None,
-) -> LoadResult:
-    """Run all conversations of a schedule.
+class LoadProcesses:
+    """Processes that make load, one load after the other. A context manager: they are gone when it is left.
 
     Args:
-        num_processes: processes that make the load.
-        timeout_s: of each request; a later one counts as failed.
-        on_progress: gets the number of requests that have ended.
-
-    Raises:
-        PagemillError: a process that makes the load died, or there was nothing to do.
+        count: how many; a load with fewer conversations at once takes fewer.
     """
-    shares = _shares(target, workload, schedule, num_processes, timeout_s)
-    with _started(shares) as connections:
+
+    def __init__(self, count: int = 1) -> None:
+        self._count = count
+        self._context = multiprocessing.get_context("spawn")
+        # From this the processes of a closed loop take their conversations.
+        self._next_conversation: Any = self._context.Value("q", 0)
+        self._processes: list[SpawnProcess] = []
+        self._connections: list[Connection] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop(_STOP_TIMEOUT_S if error is None else 0.0)
+
+    def run(
+        self,
+        target: Target,
+        workload: Workload,
+        schedule: Schedule,
+        *,
+        timeout_s: float = 600.0,
+        on_progress: Callable[[int], None] = lambda count: None,
+    ) -> LoadResult:
+        """Run all conversations of a schedule.
+
+        Args:
+            timeout_s: of each request; a later one counts as failed.
+            on_progress: gets the number of requests that have ended.
+
+        Raises:
+            PagemillError: a process died or cannot reach the server, or there was nothing to do.
+        """
+        shares = _shares(target, workload, schedule, self._count, timeout_s)
+        try:
+            finished = self._run(shares, on_progress)
+        except PagemillError:
+            # The others wait for what will not come; the next load begins with new ones.
+            self._stop(0.0)
+            raise
+        answers = [answer for part in finished for answer in part.answers]
+        if not answers:
+            raise PagemillError("the load has no request: its rate or its duration is too small")
+        elapsed_s = max(answer.end_s for answer in answers) - min(answer.start_s for answer in answers)
+        return LoadResult(answers, elapsed_s, max(part.cpu_s / part.wall_s for part in finished))
+
+    def _run(self, shares: list[Share], on_progress: Callable[[int], None]) -> list[Finished]:
+        self._start(len(shares))
+        self._next_conversation.value = 0
+        connections = self._connections[: len(shares)]
+        for connection, share in zip(connections, shares, strict=True):
+            _send(connection, share)
         _wait_ready(connections)
         start_s = time.perf_counter() + _HEAD_START_S
         for connection in connections:
-            connection.send(start_s)
-        finished = _gather(connections, on_progress)
-    answers = [answer for part in finished for answer in part.answers]
-    if not answers:
-        raise PagemillError("the load has no request: its rate or its duration is too small")
-    elapsed_s = max(answer.end_s for answer in answers) - min(answer.start_s for answer in answers)
-    return LoadResult(answers, elapsed_s, max(part.cpu_s / part.wall_s for part in finished))
+            _send(connection, start_s)
+        return _gather(connections, on_progress)
+
+    def _stop(self, timeout_s: float) -> None:
+        """End all processes, which have so long to end by themselves."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(timeout_s)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._connections, self._processes = [], []
+
+    def _start(self, count: int) -> None:
+        """Start processes up to so many."""
+        while len(self._processes) < count:
+            ours, theirs = self._context.Pipe()
+            arguments = (self._next_conversation, theirs, os.getpid())
+            process = self._context.Process(target=run_shares, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
 
 
 def _shares(
@@ -109,33 +165,6 @@ def _shares(
     count = min(num_processes, schedule.concurrency)
     slots = [schedule.concurrency // count + (at < schedule.concurrency % count) for at in range(count)]
     return [Share(target, workload, schedule, at, count, slots[at], slots[at], timeout_s) for at in range(count)]
-
-
-@contextlib.contextmanager
-def _started(shares: list[Share]) -> Iterator[list[Connection]]:
-    """One process per share, all gone afterwards."""
-    context = multiprocessing.get_context("spawn")
-    counter: Any = context.Value("q", 0)
-    processes: list[SpawnProcess] = []
-    connections: list[Connection] = []
-    try:
-        for share in shares:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=run_share, args=(share, counter, theirs, os.getpid()), daemon=True)
-            process.start()
-            theirs.close()
-            processes.append(process)
-            connections.append(ours)
-        yield connections
-        for process in processes:
-            process.join(_STOP_TIMEOUT_S)
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join(_STOP_TIMEOUT_S)
-        for connection in connections:
-            connection.close()
 
 
 def _wait_ready(connections: list[Connection]) -> None:
@@ -160,11 +189,21 @@ def _gather(connections: list[Connection], on_progress: Callable[[int], None]) -
     return list(finished.values())
 
 
+def _send(connection: Connection, message: object) -> None:
+    try:
+        connection.send(message)
+    except OSError as err:
+        raise PagemillError("a process that makes the load died") from err
+
+
 def _receive(connection: Connection) -> Any:
     try:
-        return connection.recv()
+        message = connection.recv()
     except (EOFError, OSError) as err:
         raise PagemillError("a process that makes the load died") from err
+    if isinstance(message, PagemillError):
+        raise message
+    return message
 
 
 def num_requests(workload: Workload, schedule: Schedule) -> int | None:

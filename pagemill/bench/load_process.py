@@ -14,6 +14,7 @@ from pagemill.bench.arrivals import ClosedLoop, Rounds, Schedule
 from pagemill.bench.records import Answer
 from pagemill.bench.targets import LoadClient, Target
 from pagemill.bench.workloads import Workload
+from pagemill.errors import PagemillError
 from pagemill.process_guard import die_with_parent
 
 _REPORT_INTERVAL_S = 0.2
@@ -49,20 +50,30 @@ class Finished:
     wall_s: float
 
 
-def run_share(share: Share, next_conversation: Any, connection: Connection, parent_pid: int) -> None:
-    """Entry of the process.
+def run_shares(next_conversation: Any, connection: Connection, parent_pid: int) -> None:
+    """Entry of the process: it runs each `Share` that it is sent, until the connection closes.
 
-    It sends "ready", waits for the time to start at, sends the number of ended requests now and then, and a `Finished`.
+    For each it sends "ready", waits for the time to start at, sends the number of ended requests now and then, and a
+    `Finished`; a PagemillError instead where it cannot go on.
 
     Args:
-        share: what to do.
         next_conversation: a shared counter from which the processes of a closed loop take their conversations.
         connection: to the parent.
         parent_pid: the process ends when this one does.
     """
     die_with_parent(parent_pid)
-    _event_loop_for(share)(_Load(share, next_conversation, connection).run())
-    connection.close()
+    # What is allocated lives to the end of its load; a collection within would only hold answers up.
+    gc.disable()
+    while True:
+        try:
+            share: Share = connection.recv()
+        except EOFError:
+            return
+        try:
+            _event_loop_for(share)(_Load(share, next_conversation, connection).run())
+        except PagemillError as err:
+            connection.send(err)
+        gc.collect()
 
 
 def _event_loop_for(share: Share) -> Callable[..., Any]:
@@ -92,8 +103,6 @@ class _Load:
         await self._client.prepare(self._share.num_connections)
         self._connection.send("ready")
         start_s: float = await asyncio.to_thread(self._connection.recv)
-        # What is allocated lives to the end; a collection would only hold answers up.
-        gc.disable()
         cpu_start_s = time.process_time()
         await asyncio.sleep(max(0.0, start_s - time.perf_counter()))
         reporter = asyncio.create_task(self._report())

@@ -33,18 +33,22 @@ class PeerModel:
 
 
 class TransformersEngine:
-    """A model of transformers in this process."""
+    """A model of transformers in this process.
 
-    def __init__(self, model: PeerModel, mode: Mode, cases: Sequence[Case]) -> None:
+    Args:
+        model: what `load_peer` made.
+        mode: batches of `generate`, or continuous batching.
+        cases: what it will be asked for at most.
+    """
+
+    def __init__(self, model: Any, mode: Mode, cases: Sequence[Case]) -> None:
         import torch
         import transformers
 
-        transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call, unused-ignore]
-        is_cuda = model.device != "cpu" and torch.cuda.is_available()
-        self._mode = mode
         self._torch = torch
-        self._where = torch.device("cuda" if is_cuda else "cpu")
-        self._model = _load(model, self._where)
+        self._mode = mode
+        self._model = model
+        self._where = model.device
         self._num_runs = 0
         self._manager: Any = None
         if mode == "continuous":
@@ -67,7 +71,6 @@ class TransformersEngine:
     def close(self) -> None:
         if self._manager is not None:
             self._manager.stop(block=True)
-        self._model = self._manager = None
 
     def _static(self, prompts: list[list[int]], output_len: int, at_once: int) -> list[int]:
         lengths: list[int] = []
@@ -124,10 +127,18 @@ class TransformersEngine:
             self._torch.cuda.synchronize()
 
 
-def _load(model: PeerModel, where: Any) -> Any:
+def load_peer(model: PeerModel) -> Any:
+    """The model, on its device.
+
+    Raises:
+        ModelLoadError: transformers cannot load it.
+    """
     import torch
+    import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call, unused-ignore]
+    where = torch.device("cuda" if model.device != "cpu" and torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, _DTYPES.get(model.dtype, model.dtype))
     try:
         if model.is_dummy:
@@ -148,9 +159,13 @@ def _load(model: PeerModel, where: Any) -> Any:
 
 
 def transformers_rows(
-    model: PeerModel, mode: Mode, cases: Sequence[Case], workloads: FreshWorkloads, repeats: int
+    model: PeerModel,
+    static_cases: Sequence[Case],
+    continuous_cases: Sequence[Case],
+    workloads: FreshWorkloads,
+    repeats: int,
 ) -> Iterator[Measurement]:
-    """Measurements of transformers; to be run in a process of its own.
+    """Measurements of transformers, static batches first; to be run in a process of its own.
 
     Raises:
         PagemillError: transformers is not installed, or an answer is shorter than was asked for.
@@ -160,9 +175,12 @@ def transformers_rows(
         import transformers  # noqa: F401
     except ImportError as err:
         raise PagemillError(f"--peer transformers: {err.name} is not installed: pip install 'transformers>=5'") from err
+    cases_of_mode: dict[Mode, Sequence[Case]] = {"static": static_cases, "continuous": continuous_cases}
     with torch.inference_mode():
-        engine = TransformersEngine(model, mode, cases)
-        try:
-            yield from measure(engine, cases, workloads, repeats)
-        finally:
-            engine.close()
+        loaded = load_peer(model)
+        for mode, cases in cases_of_mode.items():
+            engine = TransformersEngine(loaded, mode, cases)
+            try:
+                yield from measure(engine, cases, workloads, repeats)
+            finally:
+                engine.close()

@@ -84,12 +84,11 @@ def _samples(
     from pagemill.bench.isolated import isolated
     from pagemill.bench.latency import offline_latency, served_latency
 
-    vocab_size = target.prompt_vocab_size(engine)
+    workloads = FreshWorkloads(target.prompt_vocab_size(engine), seed)
     if "offline" in backends:
         click.echo("measuring offline", err=True)
-        yield from isolated(offline_latency, engine.args(), plan, FreshWorkloads(vocab_size, seed))
+        yield from isolated(offline_latency, engine.args(), plan, workloads)
     with target.targets(engine, backends, plan.batch_size) as served:
-        for number, each in enumerate(served):
+        for each in served:
             click.echo(f"measuring {each.target.backend}", err=True)
-            workloads = FreshWorkloads(vocab_size, seed + 7919 * (number + 1))
             yield served_latency(each.target, each.device, plan, workloads)

@@ -11,6 +11,7 @@ import click
 
 from pagemill.bench import report
 from pagemill.bench.arrivals import OpenLoop
+from pagemill.bench.load import LoadProcesses, num_requests
 from pagemill.bench.load_plan import NUM_REQUESTS, LoadPlan, LoadPoint, WorkloadName
 from pagemill.bench.plot import PlottedLoad, check_plot, write_plot
 from pagemill.bench.serving import LoadSamples, load_columns
@@ -176,8 +177,11 @@ def _serve(
         rows: list[report.Row] = []
         plotted: list[PlottedLoad] = []
         try:
-            with target.targets(engine, backends, plan.most_at_once) as served:
-                runner = _Runner(plan, target.prompt_vocab_size(engine), target.num_processes)
+            with (
+                LoadProcesses(target.num_processes) as processes,
+                target.targets(engine, backends, plan.most_at_once) as served,
+            ):
+                runner = _Runner(plan, target.prompt_vocab_size(engine), processes)
                 for each in served:
                     for load in runner.loads(each):
                         row = {**load.row, **about}
@@ -194,10 +198,10 @@ def _serve(
 class _Runner:
     """Runs all loads of the plan on one server after the other, each with prompts that none has seen."""
 
-    def __init__(self, plan: LoadPlan, vocab_size: int, num_processes: int) -> None:
+    def __init__(self, plan: LoadPlan, vocab_size: int, processes: LoadProcesses) -> None:
         self._plan = plan
         self._vocab_size = vocab_size
-        self._num_processes = num_processes
+        self._processes = processes
         self._num_made = 0
 
     def loads(self, served: ServedTarget) -> Iterator[PlottedLoad]:
@@ -212,27 +216,16 @@ class _Runner:
         return TokenSource(self._vocab_size, self._plan.seed * 1_000_003 + self._num_made)
 
     def _warm_up(self, served: ServedTarget) -> None:
-        from pagemill.bench.load import run_load
-
         if self._plan.warm_up:
             workload = FixedLengths(self._tokens(), self._plan.input_len, min(16, self._plan.output_len))
-            run_load(served.target, workload, OpenLoop((0.0,) * self._plan.warm_up)).require_all()
+            self._processes.run(served.target, workload, OpenLoop((0.0,) * self._plan.warm_up)).require_all()
 
     def _load(self, served: ServedTarget, point: LoadPoint, workload: Workload) -> PlottedLoad:
-        from pagemill.bench.load import num_requests, run_load
-
         plan = self._plan
         schedule = plan.schedule(point, plan.seed)
         name = f"{served.target.backend}, {point.name}"
         with _progress_bar(name, num_requests(workload, schedule)) as show:
-            result = run_load(
-                served.target,
-                workload,
-                schedule,
-                num_processes=self._num_processes,
-                timeout_s=plan.timeout_s,
-                on_progress=show,
-            )
+            result = self._processes.run(served.target, workload, schedule, timeout_s=plan.timeout_s, on_progress=show)
         samples = LoadSamples.of(result.answers)
         row: dict[str, object] = {
             "backend": served.target.backend,

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from pagemill.bench import report
+from pagemill.bench.engines import FreshWorkloads
 from pagemill.bench.throughput import Case, Measurement
 from pagemill.commands.bench_options import (
     BenchCommand,
@@ -180,46 +181,51 @@ def _case(text: str, all_prompts: int) -> Case:
 
 
 def _measurements(plan: _Plan, engine: EngineChoice, target: TargetChoice) -> Iterator[Measurement]:
-    from pagemill.bench.engines import FreshWorkloads, ServedEngine
+    from pagemill.bench.engines import ServedEngine
     from pagemill.bench.isolated import isolated
+    from pagemill.bench.load import LoadProcesses
     from pagemill.bench.throughput import measure, offline
 
-    # One source for all: the server's prompt cache must not know what the one before was asked.
+    # Processes get copies and begin with the same prompts; both APIs of a server, which has one cache, share this one.
     workloads = FreshWorkloads(target.prompt_vocab_size(engine), plan.seed)
     if "offline" in plan.backends:
         click.echo("measuring offline", err=True)
         yield from isolated(offline, engine.args(), plan.cases, workloads, plan.repeats)
-    with target.targets(engine, plan.backends, max(case.at_once for case in plan.cases)) as served:
-        for number, each in enumerate(served):
+    with (
+        LoadProcesses(target.num_processes) as processes,
+        target.targets(engine, plan.backends, max(case.at_once for case in plan.cases)) as served,
+    ):
+        for each in served:
             click.echo(f"measuring {each.target.backend}", err=True)
-            fresh = FreshWorkloads(target.prompt_vocab_size(engine), plan.seed + 7919 * (number + 1))
-            yield from measure(
-                ServedEngine(each.target, each.device, target.num_processes), plan.cases, fresh, plan.repeats
-            )
+            yield from measure(ServedEngine(each.target, each.device, processes), plan.cases, workloads, plan.repeats)
     if plan.peer is not None:
         yield from _peer_measurements(plan, engine, workloads)
 
 
-def _peer_measurements(plan: _Plan, engine: EngineChoice, workloads: Any) -> Iterator[Measurement]:
+def _peer_measurements(plan: _Plan, engine: EngineChoice, workloads: FreshWorkloads) -> Iterator[Measurement]:
     from pagemill.bench.isolated import isolated
     from pagemill.bench.transformers_peer import PeerModel, transformers_rows
 
     worker = engine.worker()
     model = PeerModel(engine.source, worker.load_format == "dummy", worker.dtype, worker.device)
-    for mode in ("continuous", "static"):
-        click.echo(f"measuring transformers, {mode} batches", err=True)
-        most = plan.peer_batch_size if mode == "static" else plan.peer_prompts
-        cases = [
-            Case(
-                case.input_len,
-                case.output_len,
-                min(case.num_prompts, plan.peer_prompts),
-                min(case.at_once, most),
-                case.with_steps and case.at_once <= most,
-            )
-            for case in plan.cases
-        ]
-        yield from isolated(transformers_rows, model, mode, cases, workloads, plan.repeats)
+    click.echo("measuring transformers", err=True)
+    static_cases = peer_cases(plan.cases, plan.peer_prompts, plan.peer_batch_size)
+    continuous_cases = peer_cases(plan.cases, plan.peer_prompts, plan.peer_prompts)
+    yield from isolated(transformers_rows, model, static_cases, continuous_cases, workloads, plan.repeats)
+
+
+def peer_cases(cases: Sequence[Case], most_prompts: int, most_at_once: int) -> list[Case]:
+    """The same lengths with fewer prompts; where the size is cut, no step is timed: it would be one of another size."""
+    return [
+        Case(
+            case.input_len,
+            case.output_len,
+            min(case.num_prompts, most_prompts),
+            min(case.at_once, most_at_once, most_prompts),
+            with_steps=case.with_steps and case.at_once <= min(most_at_once, most_prompts),
+        )
+        for case in cases
+    ]
 
 
 def _line(row: report.Row) -> str:
