@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 
 from pagemill.config import DEFAULT_GPU_MEMORY_UTILIZATION, WorkerSettings
+from pagemill.errors import ConfigError
 from pagemill.model_size import count_weights
 from worker.device import Device, dtype_name
 from worker.gpu_memory import CudaMemory, MemoryLedger, gpu_kv_budget
@@ -65,8 +66,19 @@ class HostMemoryPlan:
         check_weights((count_weights(config) or 0) * dtype.itemsize, dtype_name(dtype))
         yield
 
-    def stepping(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            # torch's own error for host memory has no class.
+            if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+                raise
+            raise ConfigError(
+                "the largest step does not fit into memory; lower max_num_batched_tokens, max_num_seqs or "
+                "max_model_len",
+                field="max_num_batched_tokens",
+            ) from error
 
     def num_blocks(self, layout: KVLayout, context_length: int, probe: StepProbe) -> int:
         num_blocks = cpu_blocks(layout, self._settings)

@@ -86,6 +86,14 @@ def test_a_model_of_an_unknown_family_is_tried() -> None:
         memory.allocate(20 * GIB)
 
 
+@pytest.mark.parametrize("limit", ["max_num_batched_tokens", "max_num_seqs"])
+def test_work_buffers_that_the_host_has_no_memory_for_are_refused(tmp_path: Path, limit: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "architectures": ["LlamaForCausalLM"]}))
+    settings = WorkerSettings(model=str(tmp_path), device="cpu", load_format="dummy", **{limit: 1 << 46})
+    with pytest.raises(ConfigError, match="the largest step does not fit into memory; lower max_num_batched_tokens"):
+        ModelRunner(settings)
+
+
 def test_the_hosts_pool_is_a_setting() -> None:
     class NoProbe:
         num_graphs = 0
