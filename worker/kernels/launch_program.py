@@ -7,12 +7,10 @@ nothing on CUDA and does not wait for the device, so that it can be captured in 
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -20,6 +18,7 @@ import torch
 from worker.kernels import attention, elementwise, kv_cache
 from worker.kernels._checks import Dims, PlanCache, address, stream_of
 from worker.kernels.device_linear import DeviceGateUp, DeviceLinear
+from worker.kernels.launch_clock import launch_clock
 from worker.kernels.step_inputs import StepInputs, check_inputs
 
 # Numbers of tokens that stay bound: the decode batches of a server, and the prompt chunks of the moment.
@@ -347,7 +346,7 @@ class LaunchProgram:
     def time(self, inputs: StepInputs) -> dict[str, int]:
         """Run, and return the nanoseconds spent per kind of kernel, by the device's clock. Waits for the device."""
         step = self._begin(inputs)
-        clock = _DeviceClock() if self._device.type == "cuda" else _HostClock()
+        clock = launch_clock(self._device)
         with torch.inference_mode():
             clock.mark()
             for launch in self._launches(len(inputs.token_ids)):
@@ -398,32 +397,3 @@ class LaunchProgram:
         if len(self._bound) >= _MAX_BOUND:
             self._bound.popitem(last=False)
         self._bound[num_tokens] = launches
-
-
-class _HostClock:
-    """Times between marks on a CPU, where a launch returns when it is done."""
-
-    def __init__(self) -> None:
-        self._marks_ns: list[int] = []
-
-    def mark(self) -> None:
-        self._marks_ns.append(time.perf_counter_ns())
-
-    def intervals_ns(self) -> list[int]:
-        return [later - earlier for earlier, later in pairwise(self._marks_ns)]
-
-
-class _DeviceClock:
-    """Times between marks in a stream of a CUDA device."""
-
-    def __init__(self) -> None:
-        self._events: list[torch.cuda.Event] = []
-
-    def mark(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._events.append(event)
-
-    def intervals_ns(self) -> list[int]:
-        self._events[-1].synchronize()
-        return [int(earlier.elapsed_time(later) * 1e6) for earlier, later in pairwise(self._events)]
