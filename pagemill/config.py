@@ -15,6 +15,8 @@ from pagemill.api_keys import ApiKeys
 from pagemill.errors import ConfigError
 
 BLOCK_SIZES = (8, 16, 32, 64)
+# Counts of tokens, sequences and blocks that kernels and protobuf messages hold.
+MAX_COUNT = (1 << 31) - 1
 DEFAULT_CPU_KV_CACHE_GIB = 1.0
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.90
 
@@ -99,10 +101,10 @@ class SchedulerSettings(CommonSettings):
     host: str = Field("127.0.0.1", description="address that routers and workers dial")
     port: Port = Field(50052, description="port that routers and workers dial; 0 picks one")
     max_num_batched_tokens: int | None = Field(
-        None, ge=1, description="most tokens in one step; unset: as many as the worker holds"
+        None, ge=1, le=MAX_COUNT, description="most tokens in one step; unset: as many as the worker holds"
     )
     max_num_seqs: int | None = Field(
-        None, ge=1, description="most sequences running at once; unset: as many as the worker holds"
+        None, ge=1, le=MAX_COUNT, description="most sequences running at once; unset: as many as the worker holds"
     )
     max_queued_requests: int = Field(1024, ge=1, description="requests waiting; more are refused")
     max_queued_tokens: int = Field(4 << 20, ge=1, description="prompt tokens waiting; more are refused")
@@ -123,20 +125,24 @@ class WorkerSettings(CommonSettings):
         "auto", description="KV cache: auto as weights, fp8 (as fp8_e4m3) in 8 bits"
     )
     block_size: BlockSize = Field(16, description="tokens per KV block: 8, 16, 32 or 64")
-    num_blocks: int | None = Field(None, ge=2, description="KV blocks; unset: from memory")
+    num_blocks: int | None = Field(None, ge=2, le=MAX_COUNT, description="KV blocks; unset: from memory")
     kv_cache_gib: float | None = Field(
         None, gt=0, description="KV memory; unset: 1 GiB on a CPU, what gpu_memory_utilization leaves on a GPU"
     )
     gpu_memory_utilization: float | None = Field(
         None, gt=0, le=1, description="share of a GPU's memory that may be in use, by all processes; unset: 0.90"
     )
-    max_model_len: int | None = Field(None, ge=1, description="longest sequence; unset: the model's own")
+    max_model_len: int | None = Field(None, ge=1, le=MAX_COUNT, description="longest sequence; unset: the model's own")
     max_num_seqs: int | None = Field(
-        None, ge=1, description="sequence slots; unset: 256 on a CPU, on a GPU 1024, with less than 70 GiB 256"
+        None,
+        ge=1,
+        le=MAX_COUNT,
+        description="sequence slots; unset: 256 on a CPU, on a GPU 1024, with less than 70 GiB 256",
     )
     max_num_batched_tokens: int | None = Field(
         None,
         ge=1,
+        le=MAX_COUNT,
         description="most tokens that a step may hold; unset: 512 on a CPU, on a GPU 8192, with less than 70 GiB 2048",
     )
     num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; unset: chosen from the cores")

@@ -204,6 +204,7 @@ async def test_the_event_loop_runs_on_while_one_waits(llm: LLM) -> None:
         ({"max_model_len": 8192, "num_blocks": 16}, "max_model_len"),
         ({"num_blocks": 16, "kv_cache_gib": 1.0}, "num_blocks"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
+        ({"max_num_batched_tokens": 1 << 31}, "max_num_batched_tokens"),
         ({"kv_cache_gib": 1e-6}, "kv_cache_gib"),
         ({"nonsense": 1}, "nonsense"),
     ],

@@ -11,7 +11,7 @@ import torch
 from simulated_gpu import GPU, LLAMA, SimulatedMemory
 from worker_harness import TINY, Driver
 
-from pagemill.config import WorkerSettings
+from pagemill.config import MAX_COUNT, WorkerSettings
 from pagemill.errors import ConfigError
 from worker import memory as host_memory
 from worker import runner_parts
@@ -88,8 +88,9 @@ def test_a_model_of_an_unknown_family_is_tried() -> None:
 
 @pytest.mark.parametrize("limit", ["max_num_batched_tokens", "max_num_seqs"])
 def test_work_buffers_that_the_host_has_no_memory_for_are_refused(tmp_path: Path, limit: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**TINY, "architectures": ["LlamaForCausalLM"]}))
-    settings = WorkerSettings(model=str(tmp_path), device="cpu", load_format="dummy", **{limit: 1 << 46})
+    config = {**TINY, "architectures": ["LlamaForCausalLM"], "hidden_size": 1024, "max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = WorkerSettings(model=str(tmp_path), device="cpu", load_format="dummy", **{limit: MAX_COUNT})
     with pytest.raises(ConfigError, match="the largest step does not fit into memory; lower max_num_batched_tokens"):
         ModelRunner(settings)
 
