@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import torch
 from worker_harness import runner_for, save_checkpoint, tiny_model
 
 from pagemill.config import WorkerSettings
@@ -20,6 +21,7 @@ from pagemill.rpc import server_options
 from pagemill.v1 import common_pb2, scheduler_pb2_grpc, worker_pb2
 from worker.app import PARENT_PID_ENV, Shutdown, WorkerProcess
 from worker.metrics import WorkerMetrics
+from worker.step_device import CopyingDevice
 
 DEADLINE_S = 60.0
 
@@ -126,10 +128,13 @@ def scheduler() -> Iterator[Scheduler]:
     scheduler.server.stop(None).wait(DEADLINE_S)
 
 
-@pytest.fixture
-def attached(scheduler: Scheduler, checkpoint: Path) -> Iterator[tuple[Scheduler, ScriptedStream, Shutdown]]:
+@pytest.fixture(params=[1, 2], ids=["one-in-flight", "two-in-flight"])
+def attached(
+    request: pytest.FixtureRequest, scheduler: Scheduler, checkpoint: Path
+) -> Iterator[tuple[Scheduler, ScriptedStream, Shutdown]]:
     """A worker's serve loop in a thread, attached."""
-    runner = runner_for(checkpoint)
+    runner = runner_for(checkpoint, step_device=CopyingDevice(torch.device("cpu")) if request.param == 2 else None)
+    assert runner.max_steps_in_flight == request.param
     shutdown = Shutdown()
     settings = WorkerSettings(scheduler=f"127.0.0.1:{scheduler.port}", drain_timeout_s=5.0)
     process = WorkerProcess(settings, runner, WorkerMetrics(runner.capacity), shutdown, None)
@@ -156,6 +161,28 @@ def test_hello_then_steps_then_results(attached: Attached) -> None:
     assert len(first.sampled_token_ids) == len(second.sampled_token_ids) == 1
     assert first.forward_ns > 0
     assert second.gap_ns > 0
+
+
+def test_steps_are_answered_in_order_and_counted(scheduler: Scheduler, checkpoint: Path) -> None:
+    runner = runner_for(checkpoint, step_device=CopyingDevice(torch.device("cpu")))
+    shutdown, metrics = Shutdown(), WorkerMetrics(runner.capacity)
+    settings = WorkerSettings(scheduler=f"127.0.0.1:{scheduler.port}", drain_timeout_s=5.0)
+    pool = futures.ThreadPoolExecutor(1)
+    serving = pool.submit(WorkerProcess(settings, runner, metrics, shutdown, None).serve)
+    stream = scheduler.stream()
+    stream.to_send.put(stream.first_step())
+    for number in range(1, 10):
+        stream.to_send.put(stream.next_step(number))
+    assert [stream.result().step for _ in range(10)] == list(range(10))
+    stream.to_send.put(worker_pb2.StepMessage(drain=worker_pb2.Drain()))
+    shutdown.request()
+    stream.to_send.put(None)
+    serving.result(DEADLINE_S)
+    samples = {sample.name: sample.value for metric in metrics.registry.collect() for sample in metric.samples}
+    assert samples["pagemill:worker_steps_total"] == 10
+    assert samples["pagemill:worker_decode_steps_total"] == 9
+    assert samples["pagemill:worker_graph_replays_total"] == 0
+    assert samples["pagemill:worker_out_of_memory_total"] == 0
 
 
 def test_a_desync_ends_the_stream_and_a_new_epoch_begins(attached: Attached) -> None:
