@@ -23,7 +23,7 @@ _COMMANDS = {
     "chat": ("chat", "Talk with a served model in the terminal."),
     "complete": ("complete", "Continue one prompt and print the text as it comes."),
     "config": ("config", "Print the settings in force and where each came from."),
-    "bench": ("bench", "Measure this machine: the kernels, beside others that do the same."),
+    "bench": ("bench", "Measure throughput, latency, a server under load, and the kernels."),
     "doctor": ("doctor", "Say what this machine has and what is missing."),
     "version": ("version", "Print the version."),
 }

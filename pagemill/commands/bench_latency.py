@@ -10,12 +10,14 @@ import click
 
 from pagemill.bench import report
 from pagemill.bench.latency import LatencyPlan, LatencySamples
+from pagemill.commands.bench_command import BenchCommand, number_option
 from pagemill.commands.bench_options import (
-    BenchCommand,
     EngineChoice,
     TargetChoice,
+    backend_option,
     chosen_engine,
     engine_options,
+    model_options,
     print_rows,
     row_options,
     target_options,
@@ -40,19 +42,23 @@ _SHOWN = {
 
 
 def latency_command() -> click.Command:
-    positive = click.IntRange(min=1)
-    own: list[click.Parameter] = [
-        click.Option(["--input-len"], type=positive, default=128, show_default=True, help="Tokens of a prompt."),
-        click.Option(["--output-len"], type=positive, default=128, show_default=True, help="Tokens of an answer."),
-        click.Option(["--batch-size"], type=positive, default=1, show_default=True, help="Requests at once."),
-        click.Option(["--rounds"], type=positive, default=20, show_default=True, help="Batches that are timed."),
-        click.Option(
-            ["--backend"], metavar="LIST", help="Of offline, http, grpc.  [default: offline, or what the address is]"
-        ),
+    workload: list[click.Parameter] = [
+        *model_options(),
+        number_option("--input-len", "Tokens of a prompt.", default=128),
+        number_option("--output-len", "Tokens of an answer.", default=128),
+        number_option("--batch-size", "Requests at once.", default=1),
+        number_option("--rounds", "Batches that are timed.", default=20),
+        number_option("--seed", "Of the prompts.", default=0, least=0),
     ]
+    backend = backend_option("offline, http, grpc", "offline, or what the address is")
     return BenchCommand(
         "latency",
-        params=[*own, *target_options(), *row_options(), *engine_options()],
+        sections={
+            "What is measured": workload,
+            "What measures": [backend, *target_options()],
+            "Rows": row_options(),
+            "Options of the engine, as of `pagemill serve`": engine_options(),
+        },
         callback=_latency,
         help=_HELP,
     )

@@ -18,6 +18,7 @@ from pagemill.bench import report
 from pagemill.bench.machine import device_name
 from pagemill.bench.model_files import SHAPES, write_model, write_tokenizer
 from pagemill.bench.targets import GrpcTarget, HttpTarget, Target
+from pagemill.commands.bench_command import number_option
 from pagemill.commands.serve import load_all, serve_specs
 from pagemill.commands.settings_options import build_options, model_argument, with_model_argument
 from pagemill.config import WorkerSettings
@@ -38,56 +39,6 @@ _PIPE_WIDTH = 200
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
-class BenchCommand(click.Command):
-    """A command whose help lists its own options before those of the engine.
-
-    An option that is a list may be written with spaces between its numbers: `--batch-sizes 1 2 4`.
-    """
-
-    def __init__(self, *args: Any, list_options: Sequence[str] = (), **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.context_settings = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
-        self._engine_parameters = {spec.parameter for spec in engine_specs()} | {"config_file"}
-        self._list_options = frozenset(list_options)
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, join_lists(args, self._list_options))
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        own: list[tuple[str, str]] = []
-        engine: list[tuple[str, str]] = []
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                (engine if parameter.name in self._engine_parameters else own).append(record)
-        with formatter.section("Options"):
-            formatter.write_dl(own)
-        if len(engine) > 1:
-            with formatter.section("Options of the engine, as of `pagemill serve`"):
-                formatter.write_dl(engine)
-
-
-def join_lists(args: Sequence[str], list_options: frozenset[str]) -> list[str]:
-    """Words behind an option of `list_options` that are numbers or "all", joined by commas."""
-    joined: list[str] = []
-    at = 0
-    while at < len(args):
-        word = args[at]
-        joined.append(word)
-        at += 1
-        if word in list_options:
-            values = []
-            while at < len(args) and all(map(_is_list_item, args[at].rstrip(",").split(","))):
-                values.append(args[at].rstrip(","))
-                at += 1
-            joined += [",".join(values)] if values else []
-    return joined
-
-
-def _is_list_item(word: str) -> bool:
-    return word == "all" or word.replace(".", "", 1).isdecimal()
-
-
 def engine_specs() -> list[Any]:
     """Settings that the offline engine and a server share under one name."""
     names = set(EngineArgs.__slots__) - _NOT_OFFERED
@@ -95,16 +46,25 @@ def engine_specs() -> list[Any]:
 
 
 def engine_options() -> list[click.Parameter]:
-    """MODEL, the shape that stands for it, and all options of the engine."""
+    """All options of the engine, as `pagemill serve` has them."""
+    return build_options(engine_specs())
+
+
+def model_options() -> list[click.Parameter]:
+    """MODEL, and the shape that stands for it."""
     return [
         model_argument(),
         click.Option(
             ["--shape"],
             type=click.Choice(SHAPES),
-            help="Measure random weights of this shape instead of a model: it needs no files.",
+            metavar="NAME",
+            help=f"Random weights of this shape instead of a model; no files are needed.  [{', '.join(SHAPES)}]",
         ),
-        *build_options(engine_specs()),
     ]
+
+
+def backend_option(offered: str, default: str) -> click.Parameter:
+    return click.Option(["--backend"], metavar="LIST", help=f"Of {offered}.  [default: {default}]")
 
 
 def target_options() -> list[click.Parameter]:
@@ -115,7 +75,7 @@ def target_options() -> list[click.Parameter]:
         ),
         click.Option(["--base-url"], metavar="URL", help="HTTP address of a server that runs."),
         click.Option(["--address"], metavar="HOST:PORT", help="gRPC address of a router that runs."),
-        click.Option(["--served-model"], default="", metavar="NAME", help="Its model; by default its first one."),
+        click.Option(["--served-model"], default="", metavar="NAME", help="Its model.  [default: its first one]"),
         click.Option(["--api-key"], default="", envvar="PAGEMILL_API_KEY", help="Key.  [env: PAGEMILL_API_KEY]"),
         click.Option(
             ["--serve-args"],
@@ -123,15 +83,13 @@ def target_options() -> list[click.Parameter]:
             metavar="TEXT",
             help="More options of `pagemill serve` for --serve, in quotes.",
         ),
-        click.Option(
-            ["--vocab-size"],
-            type=click.IntRange(min=300),
-            help=f"Ids of random prompts are below this.  [default: the model's, {_VOCAB_SIZE_UNKNOWN} where unknown]",
+        number_option(
+            "--vocab-size",
+            f"Ids of random prompts are below this.  [default: the model's, {_VOCAB_SIZE_UNKNOWN} where unknown]",
+            least=300,
         ),
-        click.Option(
-            ["--load-processes"],
-            type=click.IntRange(1, 64),
-            help="Processes that make the load.  [default: a quarter of the cores, at most 4]",
+        number_option(
+            "--load-processes", "Processes that make the load.  [default: a quarter of the cores, at most 4]"
         ),
     ]
 
@@ -139,7 +97,6 @@ def target_options() -> list[click.Parameter]:
 def row_options() -> list[click.Parameter]:
     """Where rows go."""
     return [
-        click.Option(["--seed"], type=click.IntRange(min=0), default=0, show_default=True, help="Of the workload."),
         click.Option(["--csv", "csv_path"], type=FILE, metavar="FILE", help="Append the rows to this file."),
         click.Option(
             ["--json", "--jsonl", "json_path"], type=FILE, metavar="FILE", help="The same, one JSON object a line."

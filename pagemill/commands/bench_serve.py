@@ -16,12 +16,14 @@ from pagemill.bench.load_plan import NUM_REQUESTS, LoadPlan, LoadPoint, Workload
 from pagemill.bench.plot import PlottedLoad, check_plot, write_plot
 from pagemill.bench.serving import LoadSamples, load_columns
 from pagemill.bench.workloads import FixedLengths, TokenSource, Workload
+from pagemill.commands.bench_command import BenchCommand, amount_option, number_option
 from pagemill.commands.bench_options import (
-    BenchCommand,
     ServedTarget,
     TargetChoice,
+    backend_option,
     chosen_engine,
     engine_options,
+    model_options,
     print_rows,
     row_options,
     target_options,
@@ -63,22 +65,21 @@ _SHOWN = {
 
 
 def serve_command() -> click.Command:
+    plot = click.Option(
+        ["--plot", "plot_path"],
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE.png",
+        help="Draw distributions, and percentiles against the load; needs matplotlib.",
+    )
     return BenchCommand(
         "serve",
-        params=[
-            *_workload_options(),
-            *_schedule_options(),
-            click.Option(["--backend"], metavar="LIST", help="Of http, grpc.  [default: what the address is]"),
-            *target_options(),
-            *row_options(),
-            click.Option(
-                ["--plot", "plot_path"],
-                type=click.Path(dir_okay=False, path_type=Path),
-                metavar="FILE.png",
-                help="Draw the distributions; needs matplotlib.",
-            ),
-            *engine_options(),
-        ],
+        sections={
+            "What is asked": _workload_options(),
+            "When": _schedule_options(),
+            "Which server": [*model_options(), backend_option("http, grpc", "what the address is"), *target_options()],
+            "Rows": [*_objective_options(), *row_options(), plot],
+            "Options of the engine of --serve": engine_options(),
+        },
         callback=_serve,
         help=_HELP,
         list_options=("--request-rate", "--concurrency"),
@@ -86,77 +87,62 @@ def serve_command() -> click.Command:
 
 
 def _workload_options() -> list[click.Parameter]:
-    positive = click.IntRange(min=1)
     return [
         click.Option(
             ["--workload"],
             type=click.Choice(get_args(WorkloadName)),
             default="fixed",
-            show_default=True,
-            help="See above.",
+            help="See above.  [default: fixed]",
         ),
-        click.Option(["--input-len"], type=positive, default=512, show_default=True, help="Tokens of a prompt."),
-        click.Option(["--output-len"], type=positive, default=256, show_default=True, help="Tokens of an answer."),
+        number_option("--input-len", "Tokens of a prompt.", default=512),
+        number_option("--output-len", "Tokens of an answer.", default=256),
         click.Option(
             ["--length-sigma"],
             type=click.FloatRange(0, 3),
             default=0.8,
-            show_default=True,
-            help="chat: deviation of the logarithm of lengths.",
+            metavar="X",
+            help="chat: standard deviation of the logarithm of lengths, 0 to 3.  [default: 0.8]",
         ),
-        click.Option(
-            ["--prefix-len"], type=positive, help="shared-prefix: of --input-len tokens.  [default: three quarters]"
+        number_option(
+            "--prefix-len", "shared-prefix: tokens of --input-len that are shared.  [default: three quarters]"
         ),
-        click.Option(["--num-prefixes"], type=positive, default=8, show_default=True, help="shared-prefix: how many."),
-        click.Option(["--turns"], type=positive, default=4, show_default=True, help="multi-turn: requests of each."),
+        number_option("--num-prefixes", "shared-prefix: how many prefixes there are.", default=8),
+        number_option("--turns", "multi-turn: requests of each conversation.", default=4),
         click.Option(
             ["--pause-s"],
             type=click.FloatRange(min=0),
             default=0.0,
-            show_default=True,
-            help="multi-turn: mean pause before a turn.",
+            metavar="S",
+            help="multi-turn: mean pause of a person before a turn.  [default: 0]",
         ),
+        number_option("--seed", "Of prompts, lengths and arrivals.", default=0, least=0),
     ]
 
 
 def _schedule_options() -> list[click.Parameter]:
     return [
         click.Option(
-            ["--request-rate"], metavar="LIST", help="Conversations a second, such as 8,16,24; inf: all at once."
+            ["--request-rate"], metavar="LIST", help="Conversations a second, such as 8,16,24; inf is all at once."
         ),
-        click.Option(
+        amount_option(
             ["--burstiness"],
-            type=click.FloatRange(min=0, min_open=True),
+            "Squared variation of the gaps between arrivals: 1 is Poisson, 4 comes in bursts, 0.25 is even.",
             default=1.0,
-            show_default=True,
-            help="Squared variation of the gaps: 1 is Poisson, 4 comes in bursts, 0.25 is even.",
         ),
-        click.Option(["--concurrency"], metavar="LIST", help="Conversations at once, such as 1,16,64."),
-        click.Option(
-            ["--num-requests"],
-            type=click.IntRange(min=1),
-            help=f"Conversations of each row.  [default: {NUM_REQUESTS}, or what --duration holds]",
+        click.Option(["--concurrency"], metavar="LIST", help="Conversations at once, such as 1,16,64.  [default: 16]"),
+        number_option(
+            "--num-requests", f"Conversations of each row.  [default: {NUM_REQUESTS}, or what --duration holds]"
         ),
-        click.Option(
-            ["--duration", "duration_s"],
-            type=click.FloatRange(min=0, min_open=True),
-            metavar="S",
-            help="Begin no conversation after so many seconds.",
-        ),
-        click.Option(["--warm-up"], type=click.IntRange(min=0), default=16, show_default=True, help="Requests before."),
-        click.Option(
-            ["--timeout-s"],
-            type=click.FloatRange(min=0, min_open=True),
-            default=600.0,
-            show_default=True,
-            help="A request that takes longer has failed.",
-        ),
-        click.Option(
-            ["--slo-ttft-ms"], type=click.FloatRange(min=0, min_open=True), help="A good request's most TTFT."
-        ),
-        click.Option(
-            ["--slo-tpot-ms"], type=click.FloatRange(min=0, min_open=True), help="A good request's most TPOT."
-        ),
+        amount_option(["--duration", "duration_s"], "Begin no conversation after so many seconds.", metavar="S"),
+        number_option("--warm-up", "Requests that come before and do not count.", default=16, least=0),
+        amount_option(["--timeout-s"], "A request that takes longer has failed.", default=600.0, metavar="S"),
+    ]
+
+
+def _objective_options() -> list[click.Parameter]:
+    return [
+        amount_option(["--slo-ttft-ms"], "A request with a longer TTFT does not count as good.", metavar="MS"),
+        amount_option(["--slo-tpot-ms"], "A request with a longer TPOT does not count as good.", metavar="MS"),
     ]
 
 

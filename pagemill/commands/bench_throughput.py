@@ -13,12 +13,14 @@ import click
 from pagemill.bench import report
 from pagemill.bench.engines import FreshWorkloads
 from pagemill.bench.throughput import Case, Measurement
+from pagemill.commands.bench_command import BenchCommand, number_option
 from pagemill.commands.bench_options import (
-    BenchCommand,
     EngineChoice,
     TargetChoice,
+    backend_option,
     chosen_engine,
     engine_options,
+    model_options,
     print_rows,
     row_options,
     target_options,
@@ -53,17 +55,12 @@ _SHOWN = {
 
 
 def throughput_command() -> click.Command:
-    own: list[click.Parameter] = [
-        click.Option(
-            ["--input-len"], type=click.IntRange(min=1), default=512, show_default=True, help="Tokens of a prompt."
-        ),
-        click.Option(
-            ["--output-len"], type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of an answer."
-        ),
-        click.Option(
-            ["--num-prompts"],
-            type=click.IntRange(min=1),
-            help=f"Prompts in all.  [default: {_NUM_PROMPTS}; a batch where --batch-sizes has a number]",
+    workload: list[click.Parameter] = [
+        *model_options(),
+        number_option("--input-len", "Tokens of a prompt.", default=512),
+        number_option("--output-len", "Tokens of an answer.", default=256),
+        number_option(
+            "--num-prompts", f"Prompts in all.  [default: {_NUM_PROMPTS}; a batch where --batch-sizes has a number]"
         ),
         click.Option(["--batch-sizes"], metavar="LIST", help="Requests at once, such as 1,16,64; all is every prompt."),
         click.Option(
@@ -72,35 +69,29 @@ def throughput_command() -> click.Command:
             metavar="IN/OUT@SIZE[xN]",
             help="One more row, of lengths of its own: 128/128@1, 512/256@all, 512/256@16x64 (64 prompts). Repeatable.",
         ),
-        click.Option(
-            ["--repeats"],
-            type=click.IntRange(min=1),
-            default=1,
-            show_default=True,
-            help="Runs of each; the median counts.",
-        ),
-        click.Option(
-            ["--backend"], metavar="LIST", help="Of offline, http, grpc.  [default: offline, or what the address is]"
-        ),
-        click.Option(["--peer"], type=click.Choice(["transformers"]), help="Measure this beside it, in the same run."),
-        click.Option(
-            ["--peer-prompts"],
-            type=click.IntRange(min=1),
-            default=64,
-            show_default=True,
-            help="Most prompts for the peer, which is slower.",
-        ),
-        click.Option(
-            ["--peer-batch-size"],
-            type=click.IntRange(min=1),
-            default=16,
-            show_default=True,
-            help="Most prompts of its static batches.",
-        ),
+        number_option("--repeats", "Runs of each; the median counts.", default=1),
+        number_option("--seed", "Of the prompts.", default=0, least=0),
     ]
+    peer: list[click.Parameter] = [
+        click.Option(
+            ["--peer"],
+            type=click.Choice(["transformers"]),
+            metavar="transformers",
+            help="Measure it beside Pagemill, in the same run: static batches and its continuous batching.",
+        ),
+        number_option("--peer-prompts", "Most prompts for the peer, which is slower.", default=64),
+        number_option("--peer-batch-size", "Most prompts of its static batches.", default=16),
+    ]
+    backend = backend_option("offline, http, grpc", "offline, or what the address is")
     return BenchCommand(
         "throughput",
-        params=[*own, *target_options(), *row_options(), *engine_options()],
+        sections={
+            "What is measured": workload,
+            "What measures": [backend, *target_options()],
+            "Peers": peer,
+            "Rows": row_options(),
+            "Options of the engine, as of `pagemill serve`": engine_options(),
+        },
         callback=_throughput,
         help=_HELP,
         list_options=("--batch-sizes",),

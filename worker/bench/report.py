@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from pagemill.bench.machine import processor_name
 from worker import kernels
 from worker.bench.case import OURS, Site
 from worker.bench.runner import CEILING, Row
@@ -23,22 +23,13 @@ _RIGHT = ("time µs", "GB/s", "TFLOP/s", "floor µs", "of floor", "ours is", "di
 
 def context(site: Site, command: str) -> dict[str, object]:
     """What every written row says of the run: date, device, versions and the command."""
-    cpu = f"{_processor()}, {kernels.cpu_isa()}, {kernels.num_threads()} threads"
+    cpu = f"{processor_name()}, {kernels.cpu_isa()}, {kernels.num_threads()} threads"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(site.device) if site.is_cuda else cpu,
         "torch": str(torch.__version__),
         "command": command,
     }
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
