@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import signal
 
 from pagemill.config import SchedulerSettings
 from pagemill.garbage_collector import settle_garbage_collector
@@ -20,6 +21,8 @@ from scheduler.service import SERVICE_NAME, SchedulerServicer
 _log = logging.getLogger(__name__)
 
 TICK_S = 1.0
+# Steps that each worker profiles after a SIGUSR1.
+PROFILED_STEPS = 64
 _LAST_WORDS_S = 0.05
 # Streams that were told to end get this long to do so.
 CLOSE_GRACE_S = 2.0
@@ -93,6 +96,9 @@ async def run(settings: SchedulerSettings) -> int:
     shutdown.install(asyncio.get_running_loop())
     try:
         process = SchedulerProcess(settings)
+        asyncio.get_running_loop().add_signal_handler(
+            signal.SIGUSR1, process.dispatcher.profile_workers, PROFILED_STEPS
+        )
         metrics_port = start_metrics_server(settings, process.metrics.registry)
         await process.start()
         settle_garbage_collector()

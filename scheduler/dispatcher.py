@@ -132,6 +132,12 @@ class Dispatcher:
             worker.engine.stop(error)
             self._announce()
 
+    def profile_workers(self, num_steps: int) -> None:
+        """Have each worker log where the time of its next steps goes."""
+        _log.info("profiling %d steps of each of %d workers", num_steps, len(self._workers))
+        for worker in self._workers.values():
+            worker.send(worker_pb2.StepMessage(profile=worker_pb2.Profile(num_steps=num_steps)))
+
     def on_turn(self, engine: Engine, turn: Turn) -> None:
         """Send plans, hand out tokens."""
         worker = self._workers[engine]

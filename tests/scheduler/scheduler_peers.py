@@ -81,6 +81,7 @@ class PeerWorker:
         self.end: grpc.aio.AioRpcError | None = None
         self.drained = asyncio.Event()
         self.num_results = 0
+        self.profiled_steps = 0
         self.trace_links: list[str] = []
         self._step_s = step_s
         self._channel = aio_channel(address)
@@ -110,6 +111,8 @@ class PeerWorker:
                     self.model.epoch = message.attached.epoch
                 elif kind == "step":
                     await self._execute(message.step)
+                elif kind == "profile":
+                    self.profiled_steps += message.profile.num_steps
                 elif kind == "drain":
                     self.drained.set()
                     await self._call.done_writing()

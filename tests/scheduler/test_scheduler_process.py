@@ -51,3 +51,13 @@ def test_a_port_in_use_is_one_clear_line_and_not_0(process) -> None:
     assert second.returncode != 0
     assert port in second.stderr and "in use" in second.stderr
     assert "Traceback" not in second.stderr
+
+
+async def test_sigusr1_has_the_workers_profile_their_next_steps(process) -> None:
+    address = f"127.0.0.1:{ready_of(process)['grpc_port']}"
+    worker = PeerWorker(address)
+    await until(lambda: worker.attached is not None, "attached")
+    process.send_signal(signal.SIGUSR1)
+    await until(lambda: worker.profiled_steps > 0, "a profile is asked for")
+    assert process.poll() is None
+    await worker.close()
