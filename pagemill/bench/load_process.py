@@ -15,6 +15,7 @@ from pagemill.bench.records import Answer
 from pagemill.bench.targets import LoadClient, Target
 from pagemill.bench.workloads import Workload
 from pagemill.errors import PagemillError
+from pagemill.open_files import allow_most_open_files
 from pagemill.process_guard import die_with_parent
 
 _REPORT_INTERVAL_S = 0.2
@@ -62,6 +63,7 @@ def run_shares(next_conversation: Any, connection: Connection, parent_pid: int) 
         parent_pid: the process ends when this one does.
     """
     die_with_parent(parent_pid)
+    allow_most_open_files()
     # What is allocated lives to the end of its load; a collection within would only hold answers up.
     gc.disable()
     while True:

@@ -15,6 +15,7 @@ import click
 from pagemill.commands.settings_options import service_command
 from pagemill.config_loader import LoadedSettings
 from pagemill.errors import ModelLoadError, PagemillError
+from pagemill.open_files import allow_most_open_files
 
 if TYPE_CHECKING:
     from pagemill.config import RouterSettings, SchedulerSettings, WorkerSettings
@@ -39,12 +40,14 @@ def command(name: str) -> click.Command:
 def _run_router(loaded: LoadedSettings) -> int:
     from router.app import run
 
+    allow_most_open_files()
     return _run_async(run(cast("RouterSettings", loaded.settings)))
 
 
 def _run_scheduler(loaded: LoadedSettings) -> int:
     from scheduler.app import run
 
+    allow_most_open_files()
     return _run_async(run(cast("SchedulerSettings", loaded.settings)))
 
 
