@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pagemill.errors import PagemillError, UnavailableError
 
@@ -21,14 +22,25 @@ _ERROR_PREFIX = "pagemill: error: "
 _START_TIMEOUT_S = 900.0
 _STOP_TIMEOUT_S = 60.0
 _KEPT_LINES = 40
+# Free ports, no prompt cache, and no wait for streams that are of no more interest.
+_OPTIONS = (
+    "--http-port", "0", "--grpc-port", "0", "--port", "0", "--metrics-port", "0", "--redis", "off",
+    "--drain-timeout-s", "1",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class StartedServer:
-    """Where a server that was started here listens."""
+    """Where a server that was started here listens.
+
+    Attributes:
+        metrics_urls: by name of the process.
+        start_s: seconds until it was ready.
+    """
 
     base_url: str
     address: str
+    metrics_urls: Mapping[str, str]
     start_s: float
 
 
@@ -39,8 +51,7 @@ def started_server(arguments: Sequence[str]) -> Iterator[StartedServer]:
     Raises:
         UnavailableError: it does not start; the message is its own last word.
     """
-    ports = ("--http-port", "0", "--grpc-port", "0", "--port", "0", "--redis", "off", "--drain-timeout-s", "1")
-    command = [sys.executable, "-m", "pagemill.cli", "serve", *ports, *arguments]
+    command = [sys.executable, "-m", "pagemill.cli", "serve", *_OPTIONS, *arguments]
     begin_s = time.monotonic()
     process = subprocess.Popen(
         command,
@@ -54,8 +65,12 @@ def started_server(arguments: Sequence[str]) -> Iterator[StartedServer]:
     output = _Output(process)
     try:
         ready = output.wait_ready()
+        ports = {"router": ready["http_port"], **ready["metrics_ports"]}
         yield StartedServer(
-            f"http://127.0.0.1:{ready['http_port']}", f"127.0.0.1:{ready['grpc_port']}", time.monotonic() - begin_s
+            f"http://127.0.0.1:{ready['http_port']}",
+            f"127.0.0.1:{ready['grpc_port']}",
+            {name: f"http://127.0.0.1:{port}/metrics" for name, port in ports.items()},
+            time.monotonic() - begin_s,
         )
     except PagemillError:
         output.show_end()
@@ -86,14 +101,14 @@ class _Output:
                 self._lines.put(line)
         self._lines.put(None)
 
-    def wait_ready(self) -> dict[str, int]:
+    def wait_ready(self) -> dict[str, Any]:
         try:
             line = self._lines.get(timeout=_START_TIMEOUT_S)
         except queue.Empty:
             raise UnavailableError(f"the server was not ready within {_START_TIMEOUT_S:.0f} s") from None
         if line is None:
             raise UnavailableError(f"the server did not start: {self._reason()}")
-        ready: dict[str, int] = json.loads(line.removeprefix(_READY_PREFIX))
+        ready: dict[str, Any] = json.loads(line.removeprefix(_READY_PREFIX))
         return ready
 
     def show_end(self) -> None:

@@ -10,6 +10,7 @@ import click
 
 from pagemill.bench import report
 from pagemill.bench.latency import LatencyPlan, LatencySamples
+from pagemill.bench.server_metrics import MetricsFile
 from pagemill.commands.bench_command import BenchCommand, number_option
 from pagemill.commands.bench_options import (
     EngineChoice,
@@ -64,8 +65,11 @@ def latency_command() -> click.Command:
     )
 
 
-def _latency(csv_path: Path | None, json_path: Path | None, label: str, **parameters: Any) -> None:
+def _latency(
+    csv_path: Path | None, json_path: Path | None, metrics_path: Path | None, label: str, **parameters: Any
+) -> None:
     files = report.RowFiles(csv_path, json_path, report.LATENCY_COLUMNS)
+    metrics = MetricsFile(metrics_path)
     target = TargetChoice.take(parameters)
     names = ("input_len", "output_len", "batch_size", "rounds")
     plan = LatencyPlan(*(parameters.pop(name) for name in names))
@@ -75,7 +79,7 @@ def _latency(csv_path: Path | None, json_path: Path | None, label: str, **parame
         about = report.context(engine.model, engine.shown(), label)
         rows: list[report.Row] = []
         try:
-            for samples in _samples(plan, backends, engine, target, seed):
+            for samples in _samples(plan, backends, engine, target, seed, metrics):
                 row = samples.columns(plan) | about
                 files.write(row)
                 rows.append(row)
@@ -84,7 +88,7 @@ def _latency(csv_path: Path | None, json_path: Path | None, label: str, **parame
 
 
 def _samples(
-    plan: LatencyPlan, backends: list[str], engine: EngineChoice, target: TargetChoice, seed: int
+    plan: LatencyPlan, backends: list[str], engine: EngineChoice, target: TargetChoice, seed: int, metrics: MetricsFile
 ) -> Iterator[LatencySamples]:
     from pagemill.bench.engines import FreshWorkloads
     from pagemill.bench.isolated import isolated
@@ -98,3 +102,4 @@ def _samples(
         for each in served:
             click.echo(f"measuring {each.target.backend}", err=True)
             yield served_latency(each.target, each.device, plan, workloads)
+            metrics.append(f"latency, {each.target.backend}", each.metrics_urls)

@@ -101,6 +101,12 @@ def row_options() -> list[click.Parameter]:
         click.Option(
             ["--json", "--jsonl", "json_path"], type=FILE, metavar="FILE", help="The same, one JSON object a line."
         ),
+        click.Option(
+            ["--metrics-file", "metrics_path"],
+            type=FILE,
+            metavar="FILE",
+            help="Append what the server's processes count, after each row.",
+        ),
         click.Option(["--label"], default="", metavar="TEXT", help="A word that the rows carry."),
     ]
 
@@ -254,11 +260,15 @@ class TargetChoice:
             with started_server(arguments) as server:
                 click.echo(f"ready after {server.start_s:.1f} s", err=True)
                 device = device_name(engine.worker().device)
-                yield [self._target(name, server.base_url, server.address, device) for name in served]
+                where = (server.base_url, server.address, device, server.metrics_urls)
+                yield [self._target(name, *where) for name in served]
         else:
-            yield [self._target(name, self.base_url or "", self.address or "", "") for name in served]
+            urls = {"router": f"{self.base_url.rstrip('/').removesuffix('/v1')}/metrics"} if self.base_url else {}
+            yield [self._target(name, self.base_url or "", self.address or "", "", urls) for name in served]
 
-    def _target(self, backend: str, base_url: str, address: str, device: str) -> ServedTarget:
+    def _target(
+        self, backend: str, base_url: str, address: str, device: str, metrics_urls: Mapping[str, str]
+    ) -> ServedTarget:
         from dataclasses import replace
 
         from pagemill.bench.targets import served_model
@@ -269,9 +279,8 @@ class TargetChoice:
             else GrpcTarget(address, self.served_model, self.api_key)
         )
         model = served_model(target)
-        return ServedTarget(
-            replace(target, model=model.name), device or f"server at {base_url or address}", model.max_model_len
-        )
+        where = device or f"server at {base_url or address}"
+        return ServedTarget(replace(target, model=model.name), where, model.max_model_len, metrics_urls)
 
     @property
     def num_processes(self) -> int:
@@ -282,11 +291,18 @@ class TargetChoice:
 
 @dataclass(frozen=True, slots=True)
 class ServedTarget:
-    """A server that answers."""
+    """A server that answers.
+
+    Attributes:
+        device: what the rows call the machine.
+        max_model_len: 0 where the server does not say.
+        metrics_urls: by name of the process.
+    """
 
     target: Target
     device: str
     max_model_len: int
+    metrics_urls: Mapping[str, str]
 
 
 def _queue_options(most_requests: int) -> list[str]:

@@ -14,6 +14,7 @@ from pagemill.bench.arrivals import OpenLoop
 from pagemill.bench.load import LoadProcesses, num_requests
 from pagemill.bench.load_plan import NUM_REQUESTS, LoadPlan, LoadPoint, WorkloadName
 from pagemill.bench.plot import PlottedLoad, check_plot, write_plot
+from pagemill.bench.server_metrics import MetricsFile
 from pagemill.bench.serving import LoadSamples, load_columns
 from pagemill.bench.workloads import FixedLengths, TokenSource, Workload
 from pagemill.commands.bench_command import BenchCommand, amount_option, number_option
@@ -147,11 +148,17 @@ def _objective_options() -> list[click.Parameter]:
 
 
 def _serve(
-    csv_path: Path | None, json_path: Path | None, plot_path: Path | None, label: str, **parameters: Any
+    csv_path: Path | None,
+    json_path: Path | None,
+    metrics_path: Path | None,
+    plot_path: Path | None,
+    label: str,
+    **parameters: Any,
 ) -> None:
     files = report.RowFiles(csv_path, json_path, report.SERVE_COLUMNS)
     if plot_path is not None:
         check_plot(plot_path)
+    metrics = MetricsFile(metrics_path)
     target = TargetChoice.take(parameters)
     backends = target.backends(parameters.pop("backend"), "http")
     if "offline" in backends:
@@ -167,7 +174,7 @@ def _serve(
                 LoadProcesses(target.num_processes) as processes,
                 target.targets(engine, backends, plan.most_at_once) as served,
             ):
-                runner = _Runner(plan, target.prompt_vocab_size(engine), processes)
+                runner = _Runner(plan, target.prompt_vocab_size(engine), processes, metrics)
                 for each in served:
                     for load in runner.loads(each):
                         row = {**load.row, **about}
@@ -184,10 +191,11 @@ def _serve(
 class _Runner:
     """Runs all loads of the plan on one server after the other, each with prompts that none has seen."""
 
-    def __init__(self, plan: LoadPlan, vocab_size: int, processes: LoadProcesses) -> None:
+    def __init__(self, plan: LoadPlan, vocab_size: int, processes: LoadProcesses, metrics: MetricsFile) -> None:
         self._plan = plan
         self._vocab_size = vocab_size
         self._processes = processes
+        self._metrics = metrics
         self._num_made = 0
 
     def loads(self, served: ServedTarget) -> Iterator[PlottedLoad]:
@@ -212,6 +220,7 @@ class _Runner:
         name = f"{served.target.backend}, {point.name}"
         with _progress_bar(name, num_requests(workload, schedule)) as show:
             result = self._processes.run(served.target, workload, schedule, timeout_s=plan.timeout_s, on_progress=show)
+        self._metrics.append(name, served.metrics_urls)
         samples = LoadSamples.of(result.answers)
         row: dict[str, object] = {
             "backend": served.target.backend,

@@ -12,6 +12,7 @@ import click
 
 from pagemill.bench import report
 from pagemill.bench.engines import FreshWorkloads
+from pagemill.bench.server_metrics import MetricsFile
 from pagemill.bench.throughput import Case, Measurement
 from pagemill.commands.bench_command import BenchCommand, number_option
 from pagemill.commands.bench_options import (
@@ -98,19 +99,22 @@ def throughput_command() -> click.Command:
     )
 
 
-def _throughput(csv_path: Path | None, json_path: Path | None, label: str, **parameters: Any) -> None:
+def _throughput(
+    csv_path: Path | None, json_path: Path | None, metrics_path: Path | None, label: str, **parameters: Any
+) -> None:
     files = report.RowFiles(csv_path, json_path, report.THROUGHPUT_COLUMNS)
+    metrics = MetricsFile(metrics_path)
     target = TargetChoice.take(parameters)
     with chosen_engine(parameters) as engine:
         plan = _make_plan(parameters, target)
         about = report.context(engine.model, engine.shown(), label)
         rows: list[report.Row] = []
         try:
-            for measurement in _measurements(plan, engine, target):
+            for measurement in _measurements(plan, engine, target, metrics):
                 row = measurement.columns() | about
                 files.write(row)
                 rows.append(row)
-                click.echo(_line(row), err=True)
+                click.echo(_line(measurement), err=True)
         finally:
             print_rows(rows, _SHOWN)
 
@@ -171,7 +175,9 @@ def _case(text: str, all_prompts: int) -> Case:
     return Case(int(match[1]), int(match[2]), count, min(size, count), with_steps=int(match[2]) > 1)
 
 
-def _measurements(plan: _Plan, engine: EngineChoice, target: TargetChoice) -> Iterator[Measurement]:
+def _measurements(
+    plan: _Plan, engine: EngineChoice, target: TargetChoice, metrics: MetricsFile
+) -> Iterator[Measurement]:
     from pagemill.bench.engines import ServedEngine
     from pagemill.bench.isolated import isolated
     from pagemill.bench.load import LoadProcesses
@@ -188,7 +194,10 @@ def _measurements(plan: _Plan, engine: EngineChoice, target: TargetChoice) -> It
     ):
         for each in served:
             click.echo(f"measuring {each.target.backend}", err=True)
-            yield from measure(ServedEngine(each.target, each.device, processes), plan.cases, workloads, plan.repeats)
+            asked = ServedEngine(each.target, each.device, processes)
+            for measurement in measure(asked, plan.cases, workloads, plan.repeats):
+                yield measurement
+                metrics.append(_title(measurement), each.metrics_urls)
     if plan.peer is not None:
         yield from _peer_measurements(plan, engine, workloads)
 
@@ -219,9 +228,13 @@ def peer_cases(cases: Sequence[Case], most_prompts: int, most_at_once: int) -> l
     ]
 
 
-def _line(row: report.Row) -> str:
+def _title(measurement: Measurement) -> str:
+    case = measurement.case
+    lengths = f"{case.num_prompts} prompts of {case.input_len}, {case.output_len} out"
+    return f"{measurement.backend}: {lengths}, {case.at_once} at once"
+
+
+def _line(measurement: Measurement) -> str:
+    row = measurement.columns()
     step = f", {row['ms_per_step']:.3g} ms a step" if "ms_per_step" in row else ""
-    return (
-        f"{row['backend']}: {row['num_prompts']} prompts of {row['input_len']}, {row['output_len']} out, "
-        f"{row['batch_size']} at once: {row['requests_per_second']:.4g} requests/s{step}"
-    )
+    return f"{_title(measurement)}: {row['requests_per_second']:.4g} requests/s{step}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,9 +79,22 @@ def test_load_of_growing_conversations_finds_what_was_said_in_the_cache(server: 
 
 def test_engines_of_one_run_side_by_side(tmp_path: Path) -> None:
     script = ("benchmarks/throughput_benchmark.py",)
-    engines = ("--serve", "--backend", "offline,http,grpc", "--peer", "transformers", "--device", "cpu")
+    metrics = tmp_path / "metrics.txt"
+    engines = (
+        "--serve",
+        "--metrics-file",
+        str(metrics),
+        "--backend",
+        "offline,http,grpc",
+        "--peer",
+        "transformers",
+        "--device",
+        "cpu",
+    )
     rows = measured(tmp_path, "--shape", "tiny", *engines, *SMALL, "--num-prompts", "4", script=script)
     backends = [row["backend"] for row in rows]
+    kept = re.findall(r"^# (\w+) after (\w+):", metrics.read_text(), re.MULTILINE)
+    assert kept == [(name, api) for api in ("http", "grpc") for name in ("router", "scheduler", "worker")]
     assert backends[:3] == ["offline", "http", "grpc"]
     assert [backend.split()[0::2] for backend in backends[3:]] == [
         ["transformers", "static"], ["transformers", "continuous"],

@@ -60,6 +60,7 @@ def test_options_of_the_engine_are_those_of_the_server(capsys: pytest.CaptureFix
         (("throughput", "--shape", "tiny", "model"), "--shape tiny and the model 'model': give one of them"),
         (("throughput", "--shape", "tiny", "--batch-sizes", "1,x"), "is no IN/OUT@SIZE"),
         (("throughput", "--shape", "tiny", "--csv", "/nowhere/rows.csv"), "there is no folder /nowhere"),
+        (("latency", "--metrics-file", "/nowhere/metrics.txt"), "there is no folder /nowhere"),
         (("serve", "--plot", "picture.jpg"), "must be a .png file"),
         (("serve", "--plot", "/nowhere/picture.png"), "there is no folder /nowhere"),
         (("serve", "--base-url", "h:1", "--request-rate", "1", "--concurrency", "1"), "give one of them"),
