@@ -20,8 +20,11 @@ class Engine(Protocol):
 
     Attributes:
         backend: name in the rows: offline, http, grpc, or that of a peer.
+        model: a server's name for it; empty where it is the one that was asked for.
         device: what it runs on.
     """
+
+    model: str
 
     @property
     def backend(self) -> str: ...
@@ -48,6 +51,7 @@ class OfflineEngine:
     """`pagemill.LLM` in this process: scheduler core and model runner, no gRPC."""
 
     backend = "offline"
+    model = ""
 
     def __init__(self, args: EngineArgs) -> None:
         from dataclasses import fields
@@ -84,6 +88,7 @@ class ServedEngine:
 
     def __init__(self, target: Target, device: str, processes: LoadProcesses) -> None:
         self._target = target
+        self.model = target.model
         self.device = device
         self._processes = processes
 

@@ -31,6 +31,7 @@ class LatencySamples:
     """Seconds: to the first token, per token after it (none where answers have one token), to the end."""
 
     backend: str
+    model: str
     device: str
     first_token_s: list[float]
     per_token_s: list[float]
@@ -41,6 +42,7 @@ class LatencySamples:
         return {
             "backend": self.backend,
             "device": self.device,
+            **({"model": self.model} if self.model else {}),
             "input_len": plan.input_len,
             "output_len": plan.output_len,
             "batch_size": plan.batch_size,
@@ -55,7 +57,7 @@ def offline_latency(args: EngineArgs, plan: LatencyPlan, workloads: FreshWorkloa
     """`pagemill.LLM`, which returns whole answers: the first token is timed by rounds of one token; to be run in a
     process of its own."""
     engine = OfflineEngine(args)
-    samples = LatencySamples(engine.backend, engine.device, [], [], [])
+    samples = LatencySamples(engine.backend, engine.model, engine.device, [], [], [])
 
     def round_s(output_len: int) -> float:
         return engine.generate(workloads.make(plan.input_len, output_len), plan.batch_size, plan.batch_size)[0]
@@ -74,7 +76,7 @@ def offline_latency(args: EngineArgs, plan: LatencyPlan, workloads: FreshWorkloa
 
 def served_latency(target: Target, device: str, plan: LatencyPlan, workloads: FreshWorkloads) -> LatencySamples:
     """A server, by the times at which pieces of streams arrive."""
-    samples = LatencySamples(target.backend, device, [], [], [])
+    samples = LatencySamples(target.backend, target.model, device, [], [], [])
     rounds = Rounds(plan.batch_size, _WARM_UP_ROUNDS + plan.num_rounds)
     with LoadProcesses() as processes:
         result = processes.run(target, workloads.make(plan.input_len, plan.output_len), rounds)

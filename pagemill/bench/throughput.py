@@ -37,6 +37,7 @@ class Measurement:
     """One case on one engine. Seconds; `first_token_s` is until all prompts of a batch have their first token."""
 
     backend: str
+    model: str
     device: str
     case: Case
     elapsed_s: list[float]
@@ -50,6 +51,7 @@ class Measurement:
         columns: dict[str, object] = {
             "backend": self.backend,
             "device": self.device,
+            **({"model": self.model} if self.model else {}),
             "input_len": case.input_len,
             "output_len": case.output_len,
             "num_prompts": case.num_prompts,
@@ -85,7 +87,7 @@ def measure(engine: Engine, cases: Sequence[Case], workloads: FreshWorkloads, re
 
 
 def _measure_case(engine: Engine, case: Case, workloads: FreshWorkloads, repeats: int) -> Measurement:
-    made = Measurement(engine.backend, engine.device, case, [])
+    made = Measurement(engine.backend, engine.model, engine.device, case, [])
     first_tokens_s: list[float] = []
 
     def run(output_len: int, count: int) -> tuple[float, list[float]]:

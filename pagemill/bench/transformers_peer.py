@@ -41,6 +41,8 @@ class TransformersEngine:
         cases: what it will be asked for at most.
     """
 
+    model = ""
+
     def __init__(self, model: Any, mode: Mode, cases: Sequence[Case]) -> None:
         import torch
         import transformers

@@ -75,12 +75,13 @@ def _latency(
     plan = LatencyPlan(*(parameters.pop(name) for name in names))
     backends = target.backends(parameters.pop("backend"), "offline")
     seed = parameters.pop("seed")
-    with chosen_engine(parameters) as engine:
+    is_run_here = target.is_started or "offline" in backends
+    with chosen_engine(parameters, is_run_here=is_run_here) as engine:
         about = report.context(engine.model, engine.shown(), label)
         rows: list[report.Row] = []
         try:
             for samples in _samples(plan, backends, engine, target, seed, metrics):
-                row = samples.columns(plan) | about
+                row = {**about, **samples.columns(plan)}
                 files.write(row)
                 rows.append(row)
         finally:

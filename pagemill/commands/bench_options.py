@@ -118,13 +118,13 @@ class EngineChoice:
     Attributes:
         options: what was written on the command line, by name of the setting, with what the benchmark adds to it.
         config_file: as it was given.
-        source: files of the model.
-        model: what the rows call it.
+        source: files of the model; None where a server elsewhere has it.
+        model: what the rows call it; empty where the server has a name for it.
     """
 
     options: Mapping[str, Any]
     config_file: str | None
-    source: ModelSource
+    source: ModelSource | None
     model: str
 
     def loaded(self) -> dict[str, LoadedSettings]:
@@ -160,15 +160,19 @@ class EngineChoice:
         return " ".join(f"{name}={value}" for name, value in sorted(self.options.items()) if name not in hidden)
 
     @property
-    def vocab_size(self) -> int:
-        return int(load_config(self.source)["vocab_size"])
+    def vocab_size(self) -> int | None:
+        """None where the model's files are not known."""
+        return None if self.source is None else int(load_config(self.source)["vocab_size"])
 
 
 @contextlib.contextmanager
-def chosen_engine(parameters: dict[str, Any]) -> Iterator[EngineChoice]:
+def chosen_engine(parameters: dict[str, Any], *, is_run_here: bool) -> Iterator[EngineChoice]:
     """Take the engine's options out of `parameters`; what has to be written for the model lives as long as the block.
 
     A model without a tokenizer gets one of its size, since prompts are token ids here.
+
+    Args:
+        is_run_here: where it is not, no model is needed, and none is looked for unless one is named.
     """
     config_file = parameters.pop("config_file")
     shape = parameters.pop("shape")
@@ -184,6 +188,9 @@ def chosen_engine(parameters: dict[str, Any]) -> Iterator[EngineChoice]:
             directory = Path(folder) / shape
             write_model(directory, shape)
             options = {"load_format": "dummy"} | options | {"model": str(directory)}
+        elif not is_run_here and "model" not in options:
+            yield EngineChoice(options, config_file, None, "")
+            return
         source = resolve_model(str(options.get("model", "")), files="tokenizer")
         if "tokenizer" not in options and _lacks_tokenizer(source):
             file = Path(folder) / "tokenizer.json"
@@ -239,10 +246,7 @@ class TargetChoice:
 
     def prompt_vocab_size(self, engine: EngineChoice) -> int:
         """Ids of prompts are below this."""
-        is_elsewhere = self.base_url is not None or self.address is not None
-        if self.vocab_size is not None:
-            return self.vocab_size
-        return _VOCAB_SIZE_UNKNOWN if is_elsewhere and "model" not in engine.options else engine.vocab_size
+        return self.vocab_size or engine.vocab_size or _VOCAB_SIZE_UNKNOWN
 
     @contextlib.contextmanager
     def targets(

@@ -163,7 +163,7 @@ def _serve(
     backends = target.backends(parameters.pop("backend"), "http")
     if "offline" in backends:
         raise ConfigError("--backend offline: bench serve asks a server; of http, grpc", field="backend")
-    with chosen_engine(parameters) as engine:
+    with chosen_engine(parameters, is_run_here=target.is_started) as engine:
         plan = LoadPlan(**parameters)
         plan.check()
         about = report.context(engine.model, engine.shown(), label)
@@ -177,14 +177,14 @@ def _serve(
                 runner = _Runner(plan, target.prompt_vocab_size(engine), processes, metrics)
                 for each in served:
                     for load in runner.loads(each):
-                        row = {**load.row, **about}
+                        row = {**about, **load.row}
                         files.write(row)
                         rows.append(row)
                         plotted.append(load)
         finally:
             print_rows(rows, _SHOWN)
         if plot_path is not None:
-            write_plot(plot_path, f"{engine.model} on {rows[0]['device']}", plan.axis, plotted)
+            write_plot(plot_path, f"{rows[0]['model']} on {rows[0]['device']}", plan.axis, plotted)
             click.echo(f"drawn: {plot_path}", err=True)
 
 
@@ -225,6 +225,7 @@ class _Runner:
         row: dict[str, object] = {
             "backend": served.target.backend,
             "device": served.device,
+            "model": served.target.model,
             "workload": plan.workload,
             "input_len": plan.input_len,
             "output_len": plan.output_len,

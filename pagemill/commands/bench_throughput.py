@@ -105,13 +105,15 @@ def _throughput(
     files = report.RowFiles(csv_path, json_path, report.THROUGHPUT_COLUMNS)
     metrics = MetricsFile(metrics_path)
     target = TargetChoice.take(parameters)
-    with chosen_engine(parameters) as engine:
-        plan = _make_plan(parameters, target)
+    backends = target.backends(parameters.pop("backend"), "offline")
+    is_run_here = target.is_started or "offline" in backends or parameters["peer"] is not None
+    with chosen_engine(parameters, is_run_here=is_run_here) as engine:
+        plan = _make_plan(parameters, backends)
         about = report.context(engine.model, engine.shown(), label)
         rows: list[report.Row] = []
         try:
             for measurement in _measurements(plan, engine, target, metrics):
-                row = measurement.columns() | about
+                row = {**about, **measurement.columns()}
                 files.write(row)
                 rows.append(row)
                 click.echo(_line(measurement), err=True)
@@ -130,7 +132,7 @@ class _Plan:
     peer_batch_size: int
 
 
-def _make_plan(parameters: dict[str, Any], target: TargetChoice) -> _Plan:
+def _make_plan(parameters: dict[str, Any], backends: Sequence[str]) -> _Plan:
     cases = make_cases(
         parameters.pop("input_len"),
         parameters.pop("output_len"),
@@ -138,7 +140,6 @@ def _make_plan(parameters: dict[str, Any], target: TargetChoice) -> _Plan:
         parameters.pop("batch_sizes"),
         parameters.pop("cases"),
     )
-    backends = target.backends(parameters.pop("backend"), "offline")
     return _Plan(cases, backends, **parameters)
 
 
@@ -206,6 +207,7 @@ def _peer_measurements(plan: _Plan, engine: EngineChoice, workloads: FreshWorklo
     from pagemill.bench.isolated import isolated
     from pagemill.bench.transformers_peer import PeerModel, transformers_rows
 
+    assert engine.source is not None
     worker = engine.worker()
     model = PeerModel(engine.source, worker.load_format == "dummy", worker.dtype, worker.device)
     click.echo("measuring transformers", err=True)

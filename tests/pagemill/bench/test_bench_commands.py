@@ -17,7 +17,7 @@ from pagemill.bench.workloads import ChatLengths, FixedLengths, MultiTurn, Share
 from pagemill.cli import app
 from pagemill.commands.bench_command import join_lists
 from pagemill.commands.bench_options import chosen_engine, engine_options, model_options
-from pagemill.errors import ConfigError, PagemillError
+from pagemill.errors import ConfigError, ModelLoadError, PagemillError
 
 PLAN = {
     "workload": "fixed", "input_len": 32, "output_len": 8, "length_sigma": 0.8, "prefix_len": None, "num_prefixes": 2,
@@ -105,7 +105,7 @@ def parsed(*arguments: str) -> dict:
 
 def test_settings_reach_the_offline_engine_and_a_server_alike() -> None:
     words = ("--dtype", "float32", "--max-num-seqs", "7", "--enforce-eager", "--no-enable-prefix-caching")
-    with chosen_engine(parsed("--shape", "tiny", *words)) as engine:
+    with chosen_engine(parsed("--shape", "tiny", *words), is_run_here=True) as engine:
         args = engine.args()
         assert (args.dtype, args.max_num_seqs, args.enforce_eager) == ("float32", 7, True)
         assert (args.enable_prefix_caching, args.load_format) == (False, "dummy")
@@ -124,14 +124,25 @@ def test_settings_reach_the_offline_engine_and_a_server_alike() -> None:
 def test_a_model_without_a_tokenizer_gets_one_of_its_size(tmp_path: Path) -> None:
     bench("make-model", "--shape", "tiny", "--out", str(tmp_path / "m"), "--layers", "1")
     assert json.loads((tmp_path / "m" / "config.json").read_text())["num_hidden_layers"] == 1
-    with chosen_engine(parsed(str(tmp_path / "m"))) as engine:
+    with chosen_engine(parsed(str(tmp_path / "m")), is_run_here=True) as engine:
         assert engine.args().tokenizer == ""
     (tmp_path / "m" / "tokenizer.json").unlink()
-    with chosen_engine(parsed(str(tmp_path / "m"))) as engine:
+    with chosen_engine(parsed(str(tmp_path / "m")), is_run_here=True) as engine:
         tokenizer = json.loads(Path(engine.args().tokenizer).read_text())
         assert len(tokenizer["model"]["vocab"]) == engine.vocab_size == 1024
     with pytest.raises(ConfigError, match=r"holds a config\.json already"):
         bench("make-model", "--shape", "tiny", "--out", str(tmp_path / "m"))
+
+
+def test_a_server_elsewhere_needs_no_model_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEMILL_DEMO_MODEL", "/nowhere/model.gguf")
+    with chosen_engine(parsed(), is_run_here=False) as engine:
+        assert engine.source is None
+        assert engine.vocab_size is None
+    with chosen_engine(parsed("--shape", "tiny"), is_run_here=False) as engine:
+        assert engine.vocab_size == 1024
+    with pytest.raises(ModelLoadError, match="PAGEMILL_DEMO_MODEL"), chosen_engine(parsed(), is_run_here=True):
+        pass
 
 
 def plan(**options: object) -> LoadPlan:

@@ -71,6 +71,7 @@ class TimedEngine:
     """Takes 100 ms for the first token of a batch and 10 ms for each step after it."""
 
     backend: str = "fake"
+    model: str = ""
     device: str = "none"
     asked: list[tuple[int, int, int]] = field(default_factory=list)
 
