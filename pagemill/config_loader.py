@@ -36,7 +36,7 @@ DEFAULT_ORIGIN = "default"
 # Variables that Pagemill reads and that are no settings.
 OTHER_VARIABLES: dict[str, str] = {
     CONFIG_FILE_ENV: "YAML file, as --config-file",
-    "PAGEMILL_API_KEY": "key that `pagemill chat` and `pagemill complete` send",
+    "PAGEMILL_API_KEY": "key that `pagemill chat`, `pagemill complete` and `pagemill bench` send",
     "PAGEMILL_DEMO_MODEL": "path of the demo model's .gguf file",
     "PAGEMILL_CPU_ISA": f"best instruction set to use, if the machine has it: {', '.join(CPU_ISAS)}; unset: all",
     "PAGEMILL_CUDA_LIBRARY": "file of the CUDA kernels; unset: the one beside the CPU kernels",
