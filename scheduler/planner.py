@@ -1,4 +1,4 @@
-"""Fills step plans: decode rows first, then prompts; eviction when blocks run short; forks of n > 1."""
+"""Fills step plans: decode rows first, then prompts; forks of n > 1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pagemill.step import NewSequence, StepPlan, WorkerCapacity
 from scheduler.admission import SchedulerLimits
 from scheduler.block_manager import BlockManager
 from scheduler.entrance import Entrance, Refusal
-from scheduler.entry import Entry, find_entry
+from scheduler.entry import Entry
+from scheduler.evictions import Evictions, next_plan_event
 from scheduler.forks import Forks
 from scheduler.prefill_policy import PrefillShares, num_uncomputed
 from scheduler.residents import Residents
@@ -38,7 +39,6 @@ class StepPlanner:
         self, capacity: WorkerCapacity, limits: SchedulerLimits, blocks: BlockManager, counters: SchedulerCounters
     ) -> None:
         self._block_size = capacity.block_size
-        self._num_blocks = capacity.num_blocks
         self._max_tokens = min(limits.max_num_batched_tokens, capacity.max_step_tokens)
         self._caches_prefixes = limits.enable_prefix_caching and capacity.shares_prefixes
         self._max_overtakes = limits.max_overtakes
@@ -48,6 +48,9 @@ class StepPlanner:
         # A decode row needs a token of every step: never more residents than tokens.
         self._residents = Residents(blocks, min(limits.max_num_seqs, capacity.num_slots, self._max_tokens))
         self._forks = Forks(blocks, self._residents)
+        self._evictions = Evictions(
+            blocks, self._residents, self._forks, self._waiting, counters, reads_cache=self._caches_prefixes
+        )
         self._entrance = Entrance(blocks, self._residents, self._forks, caches_prefixes=self._caches_prefixes)
         self._trace_links = TraceLinks()
         self.num_queued_requests = 0
@@ -140,7 +143,7 @@ class StepPlanner:
     def plan(self, plan: StepPlan, clock: Callable[[], int]) -> list[Sequence]:
         """Fill `plan` and return the sequences that it samples, in row order. No rows: nothing can run now."""
         self._waiting.promote_aged(plan.step)
-        self._make_room_for_urgent(plan.step)
+        self._evictions.make_room_for_urgent(plan.step)
         rows = self._plan_decodes(plan)
         rows = self._plan_prompts(plan, rows, clock)
         if plan.slots:
@@ -156,7 +159,7 @@ class StepPlanner:
         grown: list[tuple[Sequence, int]] = []
         stalled: set[int] = set()
         if needy:
-            grown, stalled = self._grow(needy, plan.step)
+            grown, stalled = self._evictions.grow(needy, plan.step)
             residents.refresh()
         rows, slots = residents.decodes, residents.decode_slots
         row_of = {}
@@ -176,51 +179,6 @@ class StepPlanner:
             plan.new_block_counts[row] = 1
             plan.new_block_ids.append(block)
         return rows
-
-    def _grow(self, needy: list[Sequence], step: int) -> tuple[list[tuple[Sequence, int]], set[int]]:
-        """Give a block to each that has filled its last one, evicting from the end of the line where none is left.
-
-        Returns (sequence, new block) pairs and the slots that have to sit out this step.
-        """
-        grown: list[tuple[Sequence, int]] = []
-        stalled: set[int] = set()
-        num_coming: int | None = None  # blocks that the results in flight free; counting them takes a look at all
-        if self._blocks.num_available < len(needy):
-            needy.sort(key=lambda s: s.rank)
-        for sequence in needy:
-            if sequence.state is not SequenceState.DECODE:
-                continue  # evicted for one before it in line
-            if sequence.num_computed + 1 >= sequence.limit:
-                self._residents.stop_planning(sequence, step - 1)
-                num_coming = None
-                continue
-            blocks = self._blocks.acquire((), 1)
-            while blocks is None and sequence.state is SequenceState.DECODE:
-                if self._forks.drop_all():
-                    num_coming = None
-                    blocks = self._blocks.acquire((), 1)
-                    continue
-                if num_coming is None:
-                    num_coming = self._residents.coming()[0]
-                if num_coming > len(stalled):
-                    stalled.add(sequence.slot)
-                    break
-                victim = self._residents.last_in_line()
-                assert victim is not None
-                stalled.discard(victim.slot)
-                self._evict(victim, step)
-                num_coming = None
-                blocks = self._blocks.acquire((), 1) if victim is not sequence else None
-            if blocks is not None:
-                sequence.block_ids += blocks
-                sequence.num_sent_blocks += 1
-                sequence.plan_event_at = self._plan_event(sequence)
-                grown.append((sequence, blocks[0]))
-        return grown, stalled
-
-    def _plan_event(self, sequence: Sequence) -> int:
-        """Computed tokens at which a decoding sequence needs a block or has its last token in flight."""
-        return min(len(sequence.block_ids) * self._block_size, sequence.limit - 1)
 
     def _plan_prompts(self, plan: StepPlan, rows: list[Sequence], clock: Callable[[], int]) -> list[Sequence]:
         budget = self._max_tokens - len(plan.slots)
@@ -329,7 +287,7 @@ class StepPlanner:
         return is_last
 
     def _start_decoding(self, sequence: Sequence, step: int) -> None:
-        sequence.plan_event_at = self._plan_event(sequence)
+        sequence.plan_event_at = next_plan_event(sequence, self._block_size)
         self._residents.start_decoding(sequence)
         children = [s for s in sequence.request.sequences if s.state is SequenceState.HELD]
         if not children:
@@ -346,42 +304,6 @@ class StepPlanner:
             for number in range(sequence.num_registered, num_full):
                 self._blocks.register(sequence.block_ids[number], keys[number])
             sequence.num_registered = num_full
-
-    # Making room.
-
-    def _make_room_for_urgent(self, step: int) -> None:
-        """Evict residents of lower priority for the first in line, where it cannot enter otherwise."""
-        lowest = self._residents.lowest_priority
-        if lowest is None or not len(self._waiting):
-            return
-        urgent = self._waiting.first(1)[0]
-        # The request's own priority: age brings a sequence to the front of the line, but evicts nobody.
-        if lowest <= urgent.request.priority:
-            return
-        entry = find_entry(urgent, self._blocks, step, reads_cache=self._caches_prefixes)
-        while True:
-            blocks_coming, slots_coming = self._residents.coming()
-            has_slot = self._residents.has_free_slot or slots_coming
-            has_blocks = self._blocks.can_acquire(entry.shared, max(0, entry.num_new - blocks_coming))
-            if has_slot and has_blocks:
-                return
-            if not has_blocks and self._forks.drop_all():
-                continue
-            victim = self._residents.last_in_line()
-            if victim is None or victim.priority <= urgent.request.priority:
-                return
-            self._evict(victim, step)
-
-    def _evict(self, victim: Sequence, step: int) -> None:
-        """Take slot and blocks from a sequence; it computes its tokens again when it is back in line."""
-        self._counters.preemptions += 1
-        if victim.state is SequenceState.DECODE:
-            victim.num_known = victim.num_computed + 1
-        self._residents.leave(victim, SequenceState.EVICTED)
-        victim.num_computed = 0
-        victim.event_at = -1
-        if victim.num_known == len(victim.token_ids):
-            self._waiting.push(victim, step)
 
     # Proof.
 
