@@ -14,6 +14,9 @@
 namespace pagemill {
 namespace {
 
+// Enough that threads end at nearly the same time, few enough that most tasks have one before them.
+constexpr int64_t kBundlesPerThread = 8;
+
 // Below this many (row, key) pairs a second thread costs more than it saves.
 constexpr int64_t kInlineWork = 4096;
 
@@ -49,8 +52,14 @@ struct FoldItem {
   int64_t partial_offset;
 };
 
+// Items that one thread does one after the other.
+struct WorkBundle {
+  int32_t begin, end;
+};
+
 struct WorkPlan {
   std::vector<WorkItem> items;
+  std::vector<WorkBundle> bundles;
   std::vector<FoldItem> folds;
   int64_t partial_floats = 0;
 };
@@ -118,7 +127,20 @@ void trace(const PagedAttentionParams& p) {
   std::fputs(line.c_str(), stderr);
 }
 
-// Calls the functor for each tile of each sequence and KV head, with its cost in (row, key) pairs.
+// Rows of a tile: as many as it may have, unless that left too few tiles for the threads.
+int32_t tile_rows(const PagedAttentionParams& p, const AttentionSizes& sizes, int threads) {
+  constexpr int32_t kLeastRows = 64;
+  constexpr int64_t kTilesPerThread = 4;
+  if (threads == 1 || sizes.tile_rows <= kLeastRows) return sizes.tile_rows;
+  int64_t num_rows = 0;
+  for (int32_t b = 0; b < p.num_seqs; ++b) num_rows += p.query_start[b + 1] - p.query_start[b];
+  const int64_t share = num_rows * p.num_query_heads / (threads * kTilesPerThread);
+  const int64_t whole = (share + kLeastRows - 1) / kLeastRows * kLeastRows;
+  return static_cast<int32_t>(std::clamp<int64_t>(whole, kLeastRows, sizes.tile_rows));
+}
+
+// Calls the functor for each tile of each sequence and KV head, with its cost in (row, key) pairs. Of a sequence the
+// last tiles see most keys and come first: threads that run out of tiles then wait for a small one.
 template <typename Functor>
 void for_each_tile(const PagedAttentionParams& p, int32_t tile_rows, Functor functor) {
   const int32_t group = p.num_query_heads / p.num_kv_heads;
@@ -127,7 +149,7 @@ void for_each_tile(const PagedAttentionParams& p, int32_t tile_rows, Functor fun
     if (num_new == 0) continue;
     const int32_t first_position = p.context_lens[b] - num_new;
     const int32_t num_rows = num_new * group;
-    for (int32_t first_row = 0; first_row < num_rows; first_row += tile_rows) {
+    for (int32_t first_row = (num_rows - 1) / tile_rows * tile_rows; first_row >= 0; first_row -= tile_rows) {
       const int32_t rows = std::min(tile_rows, num_rows - first_row);
       const int32_t first = first_position + first_row / group;
       const int32_t end_key = first_position + (first_row + rows - 1) / group + 1;
@@ -142,17 +164,41 @@ void for_each_tile(const PagedAttentionParams& p, int32_t tile_rows, Functor fun
   }
 }
 
+// Bundles small items, so that keys of the next one can be fetched while one is worked on.
+class Bundler {
+ public:
+  Bundler(WorkPlan& plan, int64_t most_cost) : plan_(plan), most_cost_(most_cost) { plan_.bundles.clear(); }
+
+  void add(const WorkItem& item, int64_t cost) {
+    const auto index = static_cast<int32_t>(plan_.items.size());
+    if (plan_.bundles.empty() || cost_ + cost > most_cost_) {
+      plan_.bundles.push_back({index, index});
+      cost_ = 0;
+    }
+    plan_.items.push_back(item);
+    plan_.bundles.back().end = index + 1;
+    cost_ += cost;
+  }
+
+ private:
+  WorkPlan& plan_;
+  const int64_t most_cost_;
+  int64_t cost_ = 0;
+};
+
 // A tile is split over its partitions where it is too large a share of the whole; the result is the same either way.
 void make_plan(const PagedAttentionParams& p, const AttentionSizes& sizes, int threads, WorkPlan& plan) {
   plan.items.clear();
   plan.folds.clear();
   plan.partial_floats = 0;
   int64_t total_cost = 0;
-  for_each_tile(p, sizes.tile_rows, [&](const AttentionTask&, int64_t cost) { total_cost += cost; });
+  const int32_t rows = tile_rows(p, sizes, threads);
+  for_each_tile(p, rows, [&](const AttentionTask&, int64_t cost) { total_cost += cost; });
+  Bundler bundler(plan, threads == 1 ? total_cost : total_cost / (int64_t{threads} * kBundlesPerThread));
   const int64_t largest_cost = threads == 1 ? total_cost : total_cost / (int64_t{threads} * 4);
-  for_each_tile(p, sizes.tile_rows, [&](const AttentionTask& task, int64_t cost) {
+  for_each_tile(p, rows, [&](const AttentionTask& task, int64_t cost) {
     if (task.num_partitions == 1 || cost <= largest_cost || total_cost <= kInlineWork) {
-      plan.items.push_back({task, -1});
+      bundler.add({task, -1}, cost);
       return;
     }
     plan.folds.push_back({task, plan.partial_floats});
@@ -160,7 +206,7 @@ void make_plan(const PagedAttentionParams& p, const AttentionSizes& sizes, int t
       AttentionTask part = task;
       part.first_partition += i;
       part.num_partitions = 1;
-      plan.items.push_back({part, plan.partial_floats});
+      bundler.add({part, plan.partial_floats}, cost / task.num_partitions);
       plan.partial_floats += sizes.partial_floats(task.num_rows);
     }
   });
@@ -190,10 +236,16 @@ int run(const PagedAttentionParams& p) {
     partials = static_cast<float*>(partial_buffer.reserve(plan.partial_floats * static_cast<int64_t>(sizeof(float))));
     if (partials == nullptr) return fail("out of memory: %lld floats", static_cast<long long>(plan.partial_floats));
   }
-  run_chunks(static_cast<int64_t>(plan.items.size()), inline_only, [&](int64_t i) {
-    const WorkItem& item = plan.items[static_cast<size_t>(i)];
-    float* target = item.partial_offset >= 0 ? partials + item.partial_offset : nullptr;
-    table.attention_task(p, item.task, target, task_scratch.reserve(sizes.scratch_bytes));
+  run_chunks(static_cast<int64_t>(plan.bundles.size()), inline_only, [&](int64_t b) {
+    const WorkBundle bundle = plan.bundles[static_cast<size_t>(b)];
+    const WorkItem* items = plan.items.data();
+    void* scratch = task_scratch.reserve(sizes.scratch_bytes);
+    for (int32_t i = bundle.begin; i < bundle.end; ++i) {
+      const NearTasks near{i > bundle.begin ? &items[i - 1].task : nullptr,
+                           i + 1 < bundle.end ? &items[i + 1].task : nullptr};
+      float* target = items[i].partial_offset >= 0 ? partials + items[i].partial_offset : nullptr;
+      table.attention_task(p, items[i].task, near, target, scratch);
+    }
   });
   run_chunks(static_cast<int64_t>(plan.folds.size()), inline_only, [&](int64_t i) {
     const FoldItem& item = plan.folds[static_cast<size_t>(i)];

@@ -32,85 +32,6 @@ struct AmxProducts {
     Session& operator=(const Session&) = delete;
   };
 
-  // Of 32 rows: w.scores[row][key] = Q K^T, one (sub-block, chunk) a step, so that steps can be put between vector
-  // instructions.
-  template <int kHeadSize>
-  struct ScoreSteps {
-    const typename Bf16Shape<kHeadSize>::RowGroup& g;
-    const typename Bf16Shape<kHeadSize>::KeyBlock& block;
-    typename Bf16Shape<kHeadSize>::Weights& w;
-    int sub = 0, chunk = 0;
-
-    static constexpr int count(int num_subs) { return num_subs * Bf16Shape<kHeadSize>::kChunks; }
-
-    PAGEMILL_INLINE void step() {
-      constexpr long kStride = kKeyBlock * 4;
-      finish_stores();
-      if (chunk == 0) clear_sums();
-      const bool is_last = chunk + 1 == Bf16Shape<kHeadSize>::kChunks;
-      const int next_sub = is_last ? (sub + 1) % kSubBlocks : sub, next_chunk = is_last ? 0 : chunk + 1;
-      fetch_tile(block.keys[2 * next_sub][next_chunk]);
-      fetch_tile(block.keys[2 * next_sub + 1][next_chunk]);
-      multiply(g.query[0][chunk], g.query[1][chunk], block.keys[2 * sub][chunk], block.keys[2 * sub + 1][chunk]);
-      if (++chunk < Bf16Shape<kHeadSize>::kChunks) return;
-      chunk = 0;
-      _tile_stored(0, w.scores[0] + sub * 32, kStride);
-      _tile_stored(1, w.scores[0] + sub * 32 + 16, kStride);
-      _tile_stored(2, w.scores[16] + sub * 32, kStride);
-      _tile_stored(3, w.scores[16] + sub * 32 + 16, kStride);
-      finish_stores();
-      ++sub;
-    }
-  };
-
-  // Of 32 rows: g.out[row][dim] += P V, one (chunk, sub-block) a step.
-  template <int kHeadSize>
-  struct ValueSteps {
-    typename Bf16Shape<kHeadSize>::RowGroup& g;
-    const typename Bf16Shape<kHeadSize>::KeyBlock& block;
-    const typename Bf16Shape<kHeadSize>::Weights& w;
-    const int num_subs;
-    int sub = 0, chunk = 0;
-
-    static constexpr int count(int num_subs) { return num_subs * Bf16Shape<kHeadSize>::kChunks; }
-
-    PAGEMILL_INLINE void step() {
-      constexpr long kStride = Bf16Shape<kHeadSize>::kPaddedSize * 4;
-      float* top = g.out[0] + chunk * 32;
-      float* bottom = g.out[16] + chunk * 32;
-      finish_stores();
-      if (sub == 0) {
-        if (g.started) {
-          _tile_loadd(0, top, kStride);
-          _tile_loadd(1, top + 16, kStride);
-          _tile_loadd(2, bottom, kStride);
-          _tile_loadd(3, bottom + 16, kStride);
-        } else {
-          clear_sums();
-        }
-      }
-      const bool is_last = sub + 1 == num_subs;
-      const int next_sub = is_last ? 0 : sub + 1;
-      const int next_chunk = is_last ? (chunk + 1) % Bf16Shape<kHeadSize>::kChunks : chunk;
-      fetch_tile(block.values[next_sub][2 * next_chunk]);
-      fetch_tile(block.values[next_sub][2 * next_chunk + 1]);
-      multiply(w.weights[0][sub], w.weights[1][sub], block.values[sub][2 * chunk], block.values[sub][2 * chunk + 1]);
-      if (++sub < num_subs) return;
-      sub = 0;
-      _tile_stored(0, top, kStride);
-      _tile_stored(1, top + 16, kStride);
-      _tile_stored(2, bottom, kStride);
-      _tile_stored(3, bottom + 16, kStride);
-      finish_stores();
-      ++chunk;
-    }
-  };
-
-  // A block's tiles have room in the second cache alone.
-  static PAGEMILL_INLINE void fetch_tile(const uint16_t (*tile)[32]) {
-    for (int i = 0; i < 16; ++i) _mm_prefetch(reinterpret_cast<const char*>(tile[i]), _MM_HINT_T0);
-  }
-
   static PAGEMILL_INLINE void clear_sums() {
     _tile_zero(0);
     _tile_zero(1);
@@ -118,87 +39,112 @@ struct AmxProducts {
     _tile_zero(3);
   }
 
-  static PAGEMILL_INLINE void multiply(const void* top, const void* bottom, const void* left, const void* right) {
-    _tile_loadd(4, top, 64);
-    _tile_loadd(6, left, 64);
-    _tile_loadd(7, right, 64);
-    _tile_loadd(5, bottom, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+  // Four products of one left tile. The tiles are read from the first cache, where a block's keys and values and one
+  // group of 16 rows have room together.
+  static PAGEMILL_INLINE void multiply(const void* left, long left_stride, const void* first, const void* second,
+                                       const void* third, const void* fourth) {
+    _tile_loadd(6, left, left_stride);
+    _tile_loadd(4, first, 64);
+    _tile_loadd(5, second, 64);
+    _tile_dpbf16ps(0, 6, 4);
+    _tile_dpbf16ps(1, 6, 5);
+    _tile_loadd(4, third, 64);
+    _tile_loadd(5, fourth, 64);
+    _tile_dpbf16ps(2, 6, 4);
+    _tile_dpbf16ps(3, 6, 5);
   }
 
-  // Weights of the rows [first, last) of a group, and spread between them the steps of another group's products: tiles
-  // and vector units work at the same time.
-  template <typename Tile, typename Steps>
-  static PAGEMILL_INLINE void weigh_rows(Tile& tile, int group, int first, int last, int32_t first_key,
-                                         typename Tile::Weights& w, Steps* steps, int num_steps) {
-    constexpr int kHalf = 16;
-    int done = 0;
-    for (int row = first; row < last; ++row) {
-      for (const int due = num_steps * (row - first + 1) / kHalf; done < due; ++done) steps->step();
-      tile.weigh_row(group, row, first_key, w);
+  // w.scores[row][key] = Q K^T; two sub-blocks at a time.
+  template <int kHeadSize>
+  static PAGEMILL_INLINE void scores(const typename Bf16Shape<kHeadSize>::RowGroup& g,
+                                     const typename Bf16Shape<kHeadSize>::KeyBlock& block,
+                                     typename Bf16Shape<kHeadSize>::Weights& w, int num_subs) {
+    constexpr long kStride = kKeyBlock * 4;
+    finish_stores();
+    for (int tile = 0; tile < 2 * num_subs; tile += 4) {
+      clear_sums();
+      const auto* keys = block.keys + tile;
+      for (int c = 0; c < Bf16Shape<kHeadSize>::kChunks; ++c) {
+        multiply(g.query[c], 64, keys[0][c], keys[1][c], keys[2][c], keys[3][c]);
+      }
+      float* to = w.scores[0] + tile * 16;
+      _tile_stored(0, to, kStride);
+      _tile_stored(1, to + 16, kStride);
+      _tile_stored(2, to + 32, kStride);
+      _tile_stored(3, to + 48, kStride);
     }
-    for (; done < num_steps; ++done) steps->step();
+    finish_stores();
   }
 
-  // All groups of a task over one block. While a group's first rows are weighed, the next one's scores are made; while
-  // its last rows are, the values of the one before are added.
+  // g.out[row][dim] += P V, 64 dims at a time.
+  template <int kHeadSize>
+  static PAGEMILL_INLINE void values(typename Bf16Shape<kHeadSize>::RowGroup& g,
+                                     const typename Bf16Shape<kHeadSize>::KeyBlock& block,
+                                     const typename Bf16Shape<kHeadSize>::Weights& w, int num_subs) {
+    constexpr int kChunks = Bf16Shape<kHeadSize>::kChunks;
+    finish_stores();
+    for (int c = 0; c < kChunks; c += 2) {
+      // An odd last chunk multiplies its own values a second time and stores them nowhere.
+      const bool has_second = c + 1 < kChunks;
+      const int next = has_second ? 2 * c + 2 : 2 * c;
+      load_or_clear_sums<kHeadSize>(g, c, has_second);
+      for (int sub = 0; sub < num_subs; ++sub) {
+        const auto* tiles = block.values[sub];
+        multiply(w.row(0) + sub * kSubKeys, w.kRowStride * 2, tiles[2 * c], tiles[2 * c + 1], tiles[next],
+                 tiles[next + 1]);
+      }
+      store_sums<kHeadSize>(g, c, has_second);
+    }
+    finish_stores();
+  }
+
+  // The sums of 64 dims, or of 32 where there is no second chunk.
+  template <int kHeadSize>
+  static PAGEMILL_INLINE void load_or_clear_sums(const typename Bf16Shape<kHeadSize>::RowGroup& g, int chunk,
+                                                 bool has_second) {
+    constexpr long kStride = Bf16Shape<kHeadSize>::kPaddedSize * 4;
+    const float* out = g.out[0] + chunk * 32;
+    if (!g.started) return clear_sums();
+    _tile_loadd(0, out, kStride);
+    _tile_loadd(1, out + 16, kStride);
+    if (!has_second) return;
+    _tile_loadd(2, out + 32, kStride);
+    _tile_loadd(3, out + 48, kStride);
+  }
+
+  template <int kHeadSize>
+  static PAGEMILL_INLINE void store_sums(typename Bf16Shape<kHeadSize>::RowGroup& g, int chunk, bool has_second) {
+    constexpr long kStride = Bf16Shape<kHeadSize>::kPaddedSize * 4;
+    float* out = g.out[0] + chunk * 32;
+    _tile_stored(0, out, kStride);
+    _tile_stored(1, out + 16, kStride);
+    if (!has_second) return;
+    _tile_stored(2, out + 32, kStride);
+    _tile_stored(3, out + 48, kStride);
+  }
+
+  // All groups of a task over one block.
   template <typename Tile>
   static PAGEMILL_INLINE void run_groups(Tile& tile, const typename Tile::BlockKeys& keys) {
-    using Scores = ScoreSteps<Tile::kSize>;
-    using Values = ValueSteps<Tile::kSize>;
-    int groups[kMaxGroups], subs[kMaxGroups], count = 0;
-    for (int i = 0; i < tile.num_groups; ++i) {
-      subs[count] = tile.subs_of(i, keys);
-      groups[count] = i;
-      count += subs[count] > 0;
-    }
     auto& s = tile.s;
-    const auto add_values = [&](int n, auto body) {
-      auto& g = s.groups[groups[n]];
-      Values steps{g, s.block, s.weights[n % 2], subs[n]};
-      body(&steps, Values::count(subs[n]));
-      g.started = true;
-    };
-    for (int n = 0; n <= count; ++n) {
-      // Scores of group n beside the first weights of group n - 1, then values of n - 2 beside the last ones.
-      const int weighed = n > 0 ? groups[n - 1] : 0;
-      const int rows = n > 0 ? tile.rows_of(weighed) : 0;
-      const int half = rows < 16 ? rows : 16;
-      auto& w = s.weights[(n + 1) % 2];
-      if (n < count) {
-        Scores steps{s.groups[groups[n]], s.block, s.weights[n % 2]};
-        // The weights of group n - 2, in the same memory, are still to be used; its scores are not.
-        weigh_rows(tile, weighed, 0, half, keys.first, w, &steps, Scores::count(subs[n]));
-      } else {
-        weigh_rows(tile, weighed, 0, half, keys.first, w, static_cast<Scores*>(nullptr), 0);
-      }
-      if (n >= 2) {
-        add_values(n - 2, [&](Values* steps, int num_steps) {
-          weigh_rows(tile, weighed, half, rows, keys.first, w, steps, num_steps);
-        });
-      } else {
-        weigh_rows(tile, weighed, half, rows, keys.first, w, static_cast<Values*>(nullptr), 0);
-      }
-    }
-    if (count > 0) {
-      add_values(count - 1, [](Values* steps, int num_steps) {
-        for (int i = 0; i < num_steps; ++i) steps->step();
-      });
+    for (int i = 0; i < tile.num_groups; ++i) {
+      const int subs = tile.subs_of(i, keys);
+      if (subs == 0) continue;
+      scores<Tile::kSize>(s.groups[i], s.block, s.weights, subs);
+      weigh_rows(tile, i, keys.first);
+      values<Tile::kSize>(s.groups[i], s.block, s.weights, subs);
+      s.groups[i].started = true;
     }
   }
 
-  // Few rows leave most of a tile empty, so the keys come first and are read where they lie: S^T = K Q^T. Q^T in pairs
-  // takes the place of the second query tile.
+  // Few rows leave most of a tile empty, so the keys come first and are read where they lie: S^T = K Q^T.
   template <int kHeadSize>
-  static void prepare_few_rows(typename Bf16Shape<kHeadSize>::RowGroup& g) {
+  static void prepare_few_rows(Bf16Scratch<kHeadSize>& s) {
     for (int c = 0; c < Bf16Shape<kHeadSize>::kChunks; ++c) {
       __m512i r[16];
-      for (int i = 0; i < 16; ++i) r[i] = _mm512_load_si512(g.query[0][c][i]);
+      for (int i = 0; i < 16; ++i) r[i] = _mm512_load_si512(s.groups[0].query[c][i]);
       transpose_16x16(r);
-      for (int i = 0; i < 16; ++i) _mm512_store_si512(g.query[1][c][i], r[i]);
+      for (int i = 0; i < 16; ++i) _mm512_store_si512(s.query_pairs[c][i], r[i]);
     }
   }
 
@@ -206,7 +152,8 @@ struct AmxProducts {
   // do not wait for the tiles.
   template <typename Tile>
   static PAGEMILL_INLINE void score_few_rows(Tile& tile, const typename Tile::BlockKeys& keys,
-                                             const typename Tile::Rows* value_rows, int32_t range_end) {
+                                             const typename Tile::Rows* value_rows,
+                                             const typename Tile::KeysAhead& ahead) {
     constexpr int kQuad = 4;
     alignas(64) float scores[kQuad][16][16];
     const int num_tiles = 2 * keys.num_subs();
@@ -217,12 +164,12 @@ struct AmxProducts {
       finish_stores();
       multiply_keys(tile, key_tiles, scores);
       for (int sub = first / 2; sub < (first + count) / 2; ++sub) {
-        interleave_pair(tile, keys, value_rows, sub, 0, range_end);
+        interleave_pair(tile, value_rows, sub, 0, ahead);
       }
       finish_stores();
       for (int i = 0; i < count; ++i) {
         for (int row = 0; row < tile.task.num_rows; row += 4) {
-          transpose_quad(scores[i][0] + row, tile.s.weights[0].scores[row] + (first + i) * 16);
+          transpose_quad(scores[i][0] + row, tile.s.weights.scores[row] + (first + i) * 16);
         }
       }
     }
@@ -237,7 +184,7 @@ struct AmxProducts {
     _tile_zero(2);
     _tile_zero(3);
     for (int c = 0; c < Tile::kChunks; ++c) {
-      _tile_loadd(4, tile.s.groups[0].query[1][c], 64);
+      _tile_loadd(4, tile.s.query_pairs[c], 64);
       _tile_loadd(5, rows[0] + c * 64, keys[0].stride_bytes);
       _tile_loadd(6, rows[1] + c * 64, keys[1].stride_bytes);
       _tile_loadd(7, rows[2] + c * 64, keys[2].stride_bytes);
@@ -255,13 +202,13 @@ struct AmxProducts {
 
   // 64 dims of one sub-block's values; two such pairs of chunks have room in the block.
   template <typename Tile>
-  static PAGEMILL_INLINE void interleave_pair(Tile& tile, const typename Tile::BlockKeys& keys,
-                                              const typename Tile::Rows* rows, int sub, int pair, int32_t range_end) {
+  static PAGEMILL_INLINE void interleave_pair(Tile& tile, const typename Tile::Rows* rows, int sub, int pair,
+                                              const typename Tile::KeysAhead& ahead) {
     uint16_t (*tiles)[16][32] = tile.s.block.values[sub] + pair % 2 * 4;
     for (int i = 0; i < 2 && 2 * pair + i < Tile::kChunks; ++i) {
-      const int32_t next = keys.first + kKeyBlock + sub * kSubKeys;
-      tile.interleave_and_prefetch(rows[2 * sub], 2 * pair + i, tiles + 2 * i, 0, next, range_end);
-      tile.interleave_and_prefetch(rows[2 * sub + 1], 2 * pair + i, tiles + 2 * i, 8, next + 16, range_end);
+      const int32_t next = ahead.first + sub * kSubKeys;
+      tile.interleave_and_prefetch(rows[2 * sub], 2 * pair + i, tiles + 2 * i, 0, ahead, next);
+      tile.interleave_and_prefetch(rows[2 * sub + 1], 2 * pair + i, tiles + 2 * i, 8, ahead, next + 16);
     }
   }
 
@@ -269,32 +216,21 @@ struct AmxProducts {
   // pair layout.
   template <typename Tile>
   static PAGEMILL_INLINE void values_of_few_rows(Tile& tile, const typename Tile::BlockKeys& keys,
-                                                 const typename Tile::Rows* value_rows, int32_t range_end) {
+                                                 const typename Tile::Rows* value_rows,
+                                                 const typename Tile::KeysAhead& ahead) {
     constexpr int kPairs = (Tile::kChunks + 1) / 2;
-    constexpr long kStride = Tile::kPaddedSize * 4;
     const int num_subs = keys.num_subs();
     auto& g = tile.s.groups[0];
+    const auto& w = tile.s.weights;
     for (int pair = 0; pair < kPairs; ++pair) {
-      float* out = g.out[0] + pair * 64;
       // An odd last chunk multiplies whatever is there a second time and stores it nowhere.
       const bool has_second = 2 * pair + 1 < Tile::kChunks;
       finish_stores();
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      if (g.started) {
-        _tile_loadd(0, out, kStride);
-        _tile_loadd(1, out + 16, kStride);
-        if (has_second) {
-          _tile_loadd(2, out + 32, kStride);
-          _tile_loadd(3, out + 48, kStride);
-        }
-      }
+      load_or_clear_sums<Tile::kSize>(g, 2 * pair, has_second);
       for (int sub = 0; sub < num_subs; ++sub) {
         const auto* tiles = tile.s.block.values[sub] + pair % 2 * 4;
         const auto* second = has_second ? tiles + 2 : tiles;
-        _tile_loadd(4, tile.s.weights[0].weights[0][sub], 64);
+        _tile_loadd(4, w.row(0) + sub * kSubKeys, w.kRowStride * 2);
         _tile_loadd(5, tiles[0], 64);
         _tile_loadd(6, tiles[1], 64);
         _tile_loadd(7, second[0], 64);
@@ -303,15 +239,10 @@ struct AmxProducts {
         _tile_dpbf16ps(1, 4, 6);
         _tile_dpbf16ps(2, 4, 7);
         _tile_dpbf16ps(3, 4, 5);
-        tile.prefetch_part(tile.pages.keys, keys.first + kKeyBlock + sub * kSubKeys, range_end, pair, kPairs);
-        if (pair + 1 < kPairs) interleave_pair(tile, keys, value_rows, sub, pair + 1, range_end);
+        tile.prefetch_part(ahead, ahead.pages.keys, sub, pair, kPairs);
+        if (pair + 1 < kPairs) interleave_pair(tile, value_rows, sub, pair + 1, ahead);
       }
-      _tile_stored(0, out, kStride);
-      _tile_stored(1, out + 16, kStride);
-      if (has_second) {
-        _tile_stored(2, out + 32, kStride);
-        _tile_stored(3, out + 48, kStride);
-      }
+      store_sums<Tile::kSize>(g, 2 * pair, has_second);
     }
     finish_stores();
   }

@@ -13,9 +13,15 @@ constexpr int kKeyBlock = 128;  // between two looks at the maximum
 constexpr int kSubKeys = 32;    // the depth of one product
 constexpr int kSubBlocks = kKeyBlock / kSubKeys;
 constexpr int kKeyTiles = kKeyBlock / 16;
-constexpr int kGroupRows = 32;
-constexpr int kMaxGroups = 8;
+constexpr int kGroupRows = 16;
+// Of a task. The more rows, the less it costs to bring keys and values into pair layout; all must stay in the second
+// cache.
+template <int kHeadSize>
+constexpr int kMaxGroups = kHeadSize <= 128 ? 32 : 16;
 static_assert(kPartitionKeys % kKeyBlock == 0);
+// Largest sum of eight weights that a row's reference is kept for: a power of two far below what float32 holds, while
+// weights of 1 and less still have all their digits.
+constexpr float kMostWeight = 0x1p20f;
 
 // 2^x for a weight that is rounded to bfloat16: relative error below 1e-4, exact for whole x. With results below 2^-126
 // flushed to zero (FlushSubnormals): masked scores would produce them in every block.
@@ -81,33 +87,33 @@ struct Bf16Shape {
   static constexpr __mmask32 kLastMask = static_cast<__mmask32>(0xffffffffu >> (kPaddedSize - kHeadSize));
 
   struct RowGroup {
-    alignas(64) uint16_t query[2][kChunks][16][32];
+    static constexpr int kPaddedSize = Bf16Shape::kPaddedSize;
+    alignas(64) uint16_t query[kChunks][16][32];
     alignas(64) float out[kGroupRows][kPaddedSize];  // of this partition; in 32 dims the order of prepare_values
     alignas(64) float sums[kGroupRows][16];
-    alignas(64) float maximum[kGroupRows];
-    bool started;  // in this partition: out holds numbers
+    alignas(64) float reference[kGroupRows];  // what scores are reduced by before they become powers of two
+    bool started;                             // in this partition: out holds numbers
+
+    PAGEMILL_INLINE void clear() {
+      started = false;
+      for (int row = 0; row < kGroupRows; ++row) {
+        reference[row] = kNoMaximum;
+        _mm512_store_ps(sums[row], _mm512_setzero_ps());
+      }
+    }
   };
   struct KeyBlock {
     alignas(64) uint16_t keys[kKeyTiles][kChunks][16][32];
     alignas(64) uint16_t values[kSubBlocks][2 * kChunks][16][32];
   };
+  // Of one group and block. A row's weights take the place of its scores, so that all stays in the first cache.
   struct Weights {
     alignas(64) float scores[kGroupRows][kKeyBlock];
-    alignas(64) uint16_t weights[2][kSubBlocks][16][32];
-  };
-};
 
-template <int kHeadSize>
-struct Bf16Scratch {
-  using Shape = Bf16Shape<kHeadSize>;
-  typename Shape::KeyBlock block;
-  typename Shape::Weights weights[2];  // the second for products that work on two groups at a time
-  alignas(64) float total_max[kMaxGroups * kGroupRows];
-  alignas(64) float total_sum[kMaxGroups * kGroupRows];
-  alignas(64) uint16_t zeros[Shape::kPaddedSize];
-  // Small tasks touch the first groups only.
-  typename Shape::RowGroup groups[kMaxGroups];
-  alignas(64) float total_out[kMaxGroups * kGroupRows][Shape::kPaddedSize];
+    static constexpr int kRowStride = 2 * kKeyBlock;  // of weights, in numbers
+    PAGEMILL_INLINE uint16_t* row(int row) { return reinterpret_cast<uint16_t*>(scores[row]); }
+    PAGEMILL_INLINE const uint16_t* row(int row) const { return reinterpret_cast<const uint16_t*>(scores[row]); }
+  };
 };
 
 // Sixteen keys as the rows of a tile.

@@ -1,6 +1,6 @@
 // Attention on products of bfloat16 pairs, for caches in bfloat16 and 8 bits.
 //
-// A task's rows are taken in groups of 32, its keys in blocks of 128. Keys and values of a block are brought into pair
+// A task's rows are taken in groups of 16, its keys in blocks of 128. Keys and values of a block are brought into pair
 // layout once for all rows: K^T as [key / 16][dim / 32][pair of dims][key][2], V as [key / 32][dim][pair of keys][2].
 // The products differ between instruction sets and come as a policy; scores and sums of any number of rows must come
 // out of it by the same operations in the same order. Everything else treats each row on its own, so that a row's
@@ -9,7 +9,7 @@
 
 #include <type_traits>
 
-#include "attention_bf16_common.h"
+#include "attention_bf16_weights.h"
 
 namespace pagemill {
 namespace {
@@ -26,6 +26,7 @@ struct Bf16AttentionTile {
 
   const PagedAttentionParams& p;
   const AttentionTask& task;
+  const NearTasks& near;
   Scratch& s;
   const int32_t group = p.num_query_heads / p.num_kv_heads;
   const SequenceView seq = sequence_view(p, task.seq);
@@ -44,15 +45,15 @@ struct Bf16AttentionTile {
 
   void load_queries() {
     for (int row = 0; row < num_groups * kGroupRows; ++row) {
-      auto& query = s.groups[row / kGroupRows].query[row % kGroupRows / 16];
+      auto& query = s.groups[row / kGroupRows].query;
       if (row >= task.num_rows) {
-        for (int c = 0; c < kChunks; ++c) _mm512_store_si512(query[c][row % 16], _mm512_setzero_si512());
+        for (int c = 0; c < kChunks; ++c) _mm512_store_si512(query[c][row % kGroupRows], _mm512_setzero_si512());
         continue;
       }
       const auto* q = static_cast<const BFloat16*>(p.query) +
                       int64_t{seq.first_token + token(row)} * p.query_token_stride +
                       query_head(row) * p.query_head_stride;
-      for (int c = 0; c < kChunks; ++c) _mm512_store_si512(query[c][row % 16], load_chunk(q, c));
+      for (int c = 0; c < kChunks; ++c) _mm512_store_si512(query[c][row % kGroupRows], load_chunk(q, c));
     }
   }
 
@@ -86,12 +87,33 @@ struct Bf16AttentionTile {
     }
   }
 
+  // Keys [first, end) that come into the cache while a block of keys before them is worked on.
+  struct KeysAhead {
+    CachePages<Kv> pages;
+    int32_t first, end;
+  };
+
+  PAGEMILL_INLINE KeysAhead keys_of(const AttentionTask& other) const {
+    const SequenceView view = sequence_view(p, other.seq);
+    const KeyRange range = key_range(p, view, other, group);
+    const int32_t begin = range.begin / kKeyBlock * kKeyBlock, first = other.first_partition * kPartitionKeys;
+    const int32_t end = first + other.num_partitions * kPartitionKeys;
+    return {cache_pages<Kv>(p, view, other.kv_head), first > begin ? first : begin, end < range.end ? end : range.end};
+  }
+
+  // The task's own next block, or behind its last one the first of the task that follows.
+  PAGEMILL_INLINE KeysAhead keys_ahead(int32_t block, int32_t end) const {
+    if (block + kKeyBlock < end) return {pages, block + kKeyBlock, end};
+    return near.after != nullptr ? keys_of(*near.after) : KeysAhead{pages, 0, 0};
+  }
+
   // Pages lie anywhere in memory, so the hardware cannot guess the next ones. One of num_parts parts of 32 keys.
-  PAGEMILL_INLINE void prefetch_part(const Kv* cache, int32_t first, int32_t end, int part, int num_parts) const {
+  PAGEMILL_INLINE void prefetch_part(const KeysAhead& ahead, const Kv* cache, int sub, int part, int num_parts) const {
     constexpr int kRunBytes = 8 * kHeadSize * static_cast<int>(sizeof(Kv));
     const int part_bytes = kRunBytes / num_parts;
-    for (int32_t key = first; key < first + kSubKeys && key < end; key += 8) {
-      const char* run = reinterpret_cast<const char*>(cache + pages.offset(key)) + part * part_bytes;
+    const int32_t first = ahead.first + sub * kSubKeys;
+    for (int32_t key = first; key < first + kSubKeys && key < ahead.end; key += 8) {
+      const char* run = reinterpret_cast<const char*>(cache + ahead.pages.offset(key)) + part * part_bytes;
       for (int i = 0; i < part_bytes; i += 64) _mm_prefetch(run + i, _MM_HINT_T1);
     }
   }
@@ -143,83 +165,22 @@ struct Bf16AttentionTile {
     }
   }
 
-  // The same, while the rows one block further on come into the cache: a few lines at a time, so that they do not keep
-  // the loads waiting.
+  // The same, while the rows from `next` on come into the cache: a few lines at a time, so that they do not keep the
+  // loads waiting.
   PAGEMILL_INLINE void interleave_and_prefetch(const Rows& rows, int chunk, uint16_t (*tiles)[16][32], int first_pair,
-                                               int32_t next, int32_t range_end) const {
+                                               const KeysAhead& ahead, int32_t next) const {
     for (int run = 0; run < 2; ++run) {
-      const bool exists = next + run * 8 < range_end;
-      const Kv* ahead = (exists ? pages.values + pages.offset(next + run * 8) : rows[run * 8]) + chunk * 32;
-      for (int pair = run * 4; pair < run * 4 + 4; ++pair, ahead += 2 * kHeadSize) {
+      const bool exists = next + run * 8 < ahead.end;
+      const Kv* row = exists ? ahead.pages.values + ahead.pages.offset(next + run * 8) : rows[run * 8];
+      row += chunk * 32;
+      for (int pair = run * 4; pair < run * 4 + 4; ++pair, row += 2 * kHeadSize) {
         const __m512i a = load_chunk(rows[2 * pair], chunk), b = load_chunk(rows[2 * pair + 1], chunk);
-        _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + kHeadSize), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(row), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(row + kHeadSize), _MM_HINT_T1);
         _mm512_store_si512(tiles[0][first_pair + pair], _mm512_unpacklo_epi16(a, b));
         _mm512_store_si512(tiles[1][first_pair + pair], _mm512_unpackhi_epi16(a, b));
       }
     }
-  }
-
-  // soft_cap, ALiBi, and a scale that is not positive: brings scores to units of log2.
-  PAGEMILL_INLINE void adjust_scores(int row, int32_t first_key, __m512 (&x)[kKeyTiles]) const {
-    const VecF scale = set1(p.scale * key_scale), cap = set1(p.soft_cap);
-    const VecF inverse = set1(p.soft_cap != 0.0f ? 1.0f / p.soft_cap : 0.0f);
-    const VecF slope = set1(p.alibi_slopes != nullptr ? p.alibi_slopes[query_head(row)] * kLog2E : 0.0f);
-    const __m512 lanes = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    for (int i = 0; i < kKeyTiles; ++i) {
-      VecF score = VecF{x[i]} * scale;
-      if (p.soft_cap != 0.0f) score = tanh(score * inverse) * cap;
-      const VecF distance{_mm512_add_ps(lanes, _mm512_set1_ps(static_cast<float>(first_key + i * 16 - position(row))))};
-      x[i] = fma(slope, distance, score * set1(kLog2E)).v;
-    }
-  }
-
-  PAGEMILL_INLINE void mask_scores(int32_t begin, int32_t end, __m512 (&x)[kKeyTiles]) const {
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512 none = _mm512_set1_ps(-__builtin_inff());
-    for (int i = 0; i < kKeyTiles; ++i) {
-      const __m512i key = _mm512_add_epi32(lanes, _mm512_set1_epi32(i * 16));
-      const __mmask16 seen = _mm512_cmplt_epi32_mask(key, _mm512_set1_epi32(end));
-      x[i] = _mm512_mask_mov_ps(none, _mm512_mask_cmpge_epi32_mask(seen, key, _mm512_set1_epi32(begin)), x[i]);
-    }
-  }
-
-  // Scores of one row to weights; sums and the maximum so far are brought up to date.
-  PAGEMILL_INLINE void weigh_row(int group_index, int local, int32_t first_key, Weights& w) {
-    RowGroup& g = s.groups[group_index];
-    const int row = group_index * kGroupRows + local;
-    __m512 x[kKeyTiles];
-    for (int i = 0; i < kKeyTiles; ++i) x[i] = _mm512_load_ps(w.scores[local] + i * 16);
-    if (!plain) adjust_scores(row, first_key, x);
-    const int32_t end = position(row) + 1 - first_key;
-    const int32_t begin = p.window >= 0 ? end - p.window : 0;
-    if (end < kKeyBlock || begin > 0) mask_scores(begin, end, x);
-    const __m512 scale = _mm512_set1_ps(factor);
-    __m512 m0 = _mm512_max_ps(x[0], x[1]), m1 = _mm512_max_ps(x[2], x[3]);
-    m0 = _mm512_max_ps(m0, _mm512_max_ps(x[4], x[5]));
-    m1 = _mm512_max_ps(m1, _mm512_max_ps(x[6], x[7]));
-    const __m512 old_max = _mm512_set1_ps(g.maximum[local]);
-    const __m512 new_max = _mm512_max_ps(_mm512_mul_ps(broadcast_max(_mm512_max_ps(m0, m1)), scale), old_max);
-    for (int i = 0; i < kKeyTiles; ++i) x[i] = exp2_short(_mm512_fmsub_ps(x[i], scale, new_max));
-    for (int i = 0; i < kSubBlocks; ++i) {
-      const __m512bh both = _mm512_cvtne2ps_pbh(x[2 * i + 1], x[2 * i]);
-      _mm512_store_si512(w.weights[local / 16][i][local % 16], reinterpret_cast<__m512i>(both));
-    }
-    const __m512 low = _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]));
-    const __m512 high = _mm512_add_ps(_mm512_add_ps(x[4], x[5]), _mm512_add_ps(x[6], x[7]));
-    __m512 sums = _mm512_load_ps(g.sums[local]);
-    // Most blocks raise no maximum once the first few keys are seen.
-    if (any_greater(VecF{new_max}, VecF{old_max})) {
-      const __m512 old_scale = exp2(VecF{_mm512_sub_ps(old_max, new_max)}).v;
-      g.maximum[local] = _mm512_cvtss_f32(new_max);
-      sums = _mm512_mul_ps(sums, old_scale);
-      if (g.started) {
-        for (int d = 0; d < kPaddedSize; d += 16) {
-          _mm512_store_ps(g.out[local] + d, _mm512_mul_ps(_mm512_load_ps(g.out[local] + d), old_scale));
-        }
-      }
-    }
-    _mm512_store_ps(g.sums[local], _mm512_add_ps(sums, _mm512_add_ps(low, high)));
   }
 
   PAGEMILL_INLINE int rows_of(int group_index) const {
@@ -237,46 +198,38 @@ struct Bf16AttentionTile {
   }
 
   // One block for few rows, whose products read the keys where they lie.
-  PAGEMILL_INLINE void run_block_of_few_rows(const BlockKeys& keys, int32_t range_end) {
+  PAGEMILL_INLINE void run_block_of_few_rows(const BlockKeys& keys, const KeysAhead& ahead) {
     Rows value_rows[kKeyTiles];
     for (int i = 0; i < 2 * keys.num_subs(); ++i) row_addresses(keys, pages.values, i * 16, value_rows[i]);
-    Products::score_few_rows(*this, keys, value_rows, range_end);
-    for (int row = 0; row < task.num_rows; ++row) weigh_row(0, row, keys.first, s.weights[0]);
-    Products::values_of_few_rows(*this, keys, value_rows, range_end);
+    Products::score_few_rows(*this, keys, value_rows, ahead);
+    weigh_rows(*this, 0, keys.first);
+    Products::values_of_few_rows(*this, keys, value_rows, ahead);
     s.groups[0].started = true;
   }
 
-  void run_block(const BlockKeys& keys, int32_t range_end) {
+  void run_block(const BlockKeys& keys, const KeysAhead& ahead) {
     if constexpr (Products::kTakesFewRows) {
-      if (has_few_rows) return run_block_of_few_rows(keys, range_end);
+      if (has_few_rows) return run_block_of_few_rows(keys, ahead);
     }
     for (int sub = 0; sub < keys.num_subs(); ++sub) {
-      const int32_t next = keys.first + kKeyBlock + sub * kSubKeys;
       for (int tile = 2 * sub; tile < 2 * sub + 2; ++tile) {
-        prefetch_part(pages.keys, next, range_end, tile % 2, 2);
+        prefetch_part(ahead, ahead.pages.keys, sub, tile % 2, 2);
         prepare_keys(keys, tile);
-        prefetch_part(pages.values, next, range_end, tile % 2, 2);
+        prefetch_part(ahead, ahead.pages.values, sub, tile % 2, 2);
         prepare_values(keys, tile);
       }
     }
     Products::run_groups(*this, keys);
   }
 
-  void run_partition(int32_t partition, KeyRange range) {
-    for (int i = 0; i < num_groups; ++i) {
-      RowGroup& g = s.groups[i];
-      g.started = false;
-      for (int row = 0; row < kGroupRows; ++row) {
-        g.maximum[row] = kNoMaximum;
-        _mm512_store_ps(g.sums[row], _mm512_setzero_ps());
-      }
-    }
+  void run_partition(int32_t partition, KeyRange range, int32_t task_end) {
+    for (int i = 0; i < num_groups; ++i) s.groups[i].clear();
     const int32_t first = partition * kPartitionKeys;
     const int32_t end = first + kPartitionKeys < range.end ? first + kPartitionKeys : range.end;
     for (int32_t block = first; block < end; block += kKeyBlock) {
       if (block + kKeyBlock <= range.begin) continue;
       const int32_t begin_key = range.begin > block ? range.begin - block : 0;
-      run_block({block, begin_key, end - block < kKeyBlock ? end - block : kKeyBlock}, range.end);
+      run_block({block, begin_key, end - block < kKeyBlock ? end - block : kKeyBlock}, keys_ahead(block, task_end));
     }
   }
 
@@ -289,56 +242,29 @@ struct Bf16AttentionTile {
       for (int d = 0; d < kPaddedSize; d += 16) {
         _mm512_storeu_ps(partial + d, g.started ? _mm512_load_ps(g.out[local] + d) : _mm512_setzero_ps());
       }
-      partial[kPaddedSize] = g.maximum[local];
+      partial[kPaddedSize] = g.reference[local];
       partial[kPaddedSize + 1] = _mm512_reduce_add_ps(_mm512_load_ps(g.sums[local]));
     }
   }
 
-  PAGEMILL_INLINE void fold_row(int row, const float* out, float part_max, float part_sum) {
-    const float old_max = s.total_max[row];
-    const float new_max = part_max > old_max ? part_max : old_max;
-    const __m512 old_scale = exp2(set1(old_max - new_max)).v, part_scale = exp2(set1(part_max - new_max)).v;
-    s.total_max[row] = new_max;
-    s.total_sum[row] =
-        __builtin_fmaf(part_sum, _mm512_cvtss_f32(part_scale), s.total_sum[row] * _mm512_cvtss_f32(old_scale));
-    for (int d = 0; d < kPaddedSize; d += 16) {
-      const __m512 total = _mm512_mul_ps(_mm512_load_ps(s.total_out[row] + d), old_scale);
-      _mm512_store_ps(s.total_out[row] + d, _mm512_fmadd_ps(_mm512_loadu_ps(out + d), part_scale, total));
-    }
-  }
-
   PAGEMILL_INLINE void fold_partition() {
-    for (int row = 0; row < task.num_rows; ++row) {
-      const RowGroup& g = s.groups[row / kGroupRows];
+    for (int i = 0; i < num_groups; ++i) {
+      const RowGroup& g = s.groups[i];
       if (!g.started) continue;
-      const int local = row % kGroupRows;
-      fold_row(row, g.out[local], g.maximum[local], _mm512_reduce_add_ps(_mm512_load_ps(g.sums[local])));
+      PartialRows part{g.out[0], kPaddedSize};
+      for (int row = 0; row < rows_of(i); ++row) {
+        part.reference[row] = g.reference[row];
+        part.sum[row] = reduce_add(load(g.sums[row]));
+      }
+      s.totals.fold(i * kGroupRows, rows_of(i), part);
     }
-  }
-
-  void clear_total() {
-    for (int row = 0; row < task.num_rows; ++row) {
-      s.total_max[row] = kNoMaximum;
-      s.total_sum[row] = 0.0f;
-      for (int d = 0; d < kPaddedSize; d += 16) _mm512_store_ps(s.total_out[row] + d, _mm512_setzero_ps());
-    }
-  }
-
-  // Thirty-two dims in the order of prepare_values.
-  PAGEMILL_INLINE void write_chunk(const float* values, __m512 scale, BFloat16* out, int count) const {
-    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-    const __m512i second = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
-    const __m512 low = _mm512_mul_ps(_mm512_load_ps(values), scale);
-    const __m512 high = _mm512_mul_ps(_mm512_load_ps(values + 16), scale);
-    store(out, VecF{_mm512_permutex2var_ps(low, first, high)});
-    if (count > 16) store(out + 16, VecF{_mm512_permutex2var_ps(low, second, high)});
   }
 
   void write_output() {
     for (int row = 0; row < task.num_rows; ++row) {
       const int32_t head = query_head(row);
       const int64_t out_token = seq.first_token + token(row);
-      float maximum = s.total_max[row], sum = s.total_sum[row], scale = 1.0f;
+      float maximum = s.totals.maximum[row], sum = s.totals.sum[row], scale = 1.0f;
       if (p.sinks != nullptr) {
         const float sink = p.sinks[head] * kLog2E;
         const float new_max = sink > maximum ? sink : maximum;
@@ -347,9 +273,8 @@ struct Bf16AttentionTile {
         maximum = new_max;
       }
       if (p.lse != nullptr) p.lse[out_token * p.num_query_heads + head] = (maximum + ::log2f(sum)) * kLn2;
-      const __m512 inverse = _mm512_set1_ps(sum > 0.0f ? scale / sum * value_scale : 0.0f);
       auto* out = static_cast<BFloat16*>(p.out) + out_token * p.out_token_stride + head * p.out_head_stride;
-      for (int d = 0; d < kHeadSize; d += 32) write_chunk(s.total_out[row] + d, inverse, out + d, kHeadSize - d);
+      s.totals.write_row(row, sum > 0.0f ? scale / sum * value_scale : 0.0f, out);
     }
   }
 
@@ -360,17 +285,16 @@ struct Bf16AttentionTile {
     for (int c = 0; c < kChunks; ++c) _mm512_store_si512(s.zeros + c * 32, _mm512_setzero_si512());
     load_queries();
     if constexpr (Products::kTakesFewRows) {
-      if (has_few_rows) Products::template prepare_few_rows<kHeadSize>(s.groups[0]);
+      if (has_few_rows) Products::template prepare_few_rows<kHeadSize>(s);
     }
-    clear_total();
-    const int32_t first_key = range.begin / kKeyBlock * kKeyBlock;
-    for (int32_t key = first_key; key < first_key + kKeyBlock; key += kSubKeys) {
-      if (key + kSubKeys <= range.begin) continue;
-      prefetch_part(pages.keys, key, range.end, 0, 1);
-      prefetch_part(pages.values, key, range.end, 0, 1);
+    s.totals.clear(num_groups * kGroupRows);
+    const KeysAhead own = keys_of(task);
+    for (int sub = 0; near.before == nullptr && sub < kSubBlocks; ++sub) {
+      prefetch_part(own, pages.keys, sub, 0, 1);
+      prefetch_part(own, pages.values, sub, 0, 1);
     }
     for (int32_t i = 0; i < task.num_partitions; ++i) {
-      run_partition(task.first_partition + i, range);
+      run_partition(task.first_partition + i, range, own.end);
       if (partials != nullptr) {
         save_partial(partials + i * task.num_rows * kPartialRowFloats<kHeadSize>);
       } else {
@@ -382,11 +306,16 @@ struct Bf16AttentionTile {
 
   void fold(const float* partials) {
     const FlushSubnormals flush;
-    clear_total();
+    s.totals.clear(num_groups * kGroupRows);
     for (int32_t i = 0; i < task.num_partitions; ++i) {
-      const float* row = partials + i * task.num_rows * kPartialRowFloats<kHeadSize>;
-      for (int r = 0; r < task.num_rows; ++r, row += kPartialRowFloats<kHeadSize>) {
-        fold_row(r, row, row[kPaddedSize], row[kPaddedSize + 1]);
+      const float* rows = partials + i * task.num_rows * kPartialRowFloats<kHeadSize>;
+      for (int j = 0; j < num_groups; ++j, rows += kGroupRows * kPartialRowFloats<kHeadSize>) {
+        PartialRows part{rows, kPartialRowFloats<kHeadSize>};
+        for (int row = 0; row < rows_of(j); ++row) {
+          part.reference[row] = rows[row * kPartialRowFloats<kHeadSize> + kPaddedSize];
+          part.sum[row] = rows[row * kPartialRowFloats<kHeadSize> + kPaddedSize + 1];
+        }
+        s.totals.fold(j * kGroupRows, rows_of(j), part);
       }
     }
     write_output();

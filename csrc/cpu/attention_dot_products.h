@@ -26,16 +26,17 @@ struct DotProducts {
     return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
   }
 
-  // 32 numbers of depth. left: [row][32]; right: the tiles of kBlockVectors columns, [pair][16][2].
+  // 32 numbers of depth. left: [row][left_stride]; right: the tiles of kBlockVectors columns, [pair][16][2].
   template <int kVectors>
-  static PAGEMILL_INLINE void multiply(Sums& sums, const uint16_t (*left)[32], const uint16_t* const* right) {
+  static PAGEMILL_INLINE void multiply(Sums& sums, const uint16_t* left, int left_stride,
+                                       const uint16_t* const* right) {
     for (int pair = 0; pair < 16; ++pair) {
       __m512bh columns[kVectors];
       for (int v = 0; v < kVectors; ++v) {
         columns[v] = reinterpret_cast<__m512bh>(_mm512_load_si512(right[v] + pair * 32));
       }
       for (int r = 0; r < kBlockRows; ++r) {
-        const __m512bh x = broadcast_pair(left[r] + 2 * pair);
+        const __m512bh x = broadcast_pair(left + r * left_stride + 2 * pair);
         for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], columns[v], x);
       }
     }
@@ -49,9 +50,9 @@ struct DotProducts {
       const int subs = tile.subs_of(i, keys);
       if (subs == 0) continue;
       const int rows = tile.rows_of(i);
-      scores<Tile::kSize>(s.groups[i], s.block, s.weights[0], rows, subs);
-      for (int row = 0; row < rows; ++row) tile.weigh_row(i, row, keys.first, s.weights[0]);
-      values<Tile::kSize>(s.groups[i], s.block, s.weights[0], rows, subs);
+      scores<Tile::kSize>(s.groups[i], s.block, s.weights, rows, subs);
+      weigh_rows(tile, i, keys.first);
+      values<Tile::kSize>(s.groups[i], s.block, s.weights, rows, subs);
       s.groups[i].started = true;
     }
   }
@@ -69,7 +70,7 @@ struct DotProducts {
         for (int c = 0; c < Shape<kHeadSize>::kChunks; ++c) {
           const uint16_t* right[kBlockVectors];
           for (int v = 0; v < kBlockVectors; ++v) right[v] = block.keys[tile + v][c][0];
-          multiply<kBlockVectors>(sums, g.query[row / 16][c] + row % 16, right);
+          multiply<kBlockVectors>(sums, g.query[c][row], 32, right);
         }
         for (int r = 0; r < kBlockRows; ++r) {
           for (int v = 0; v < kBlockVectors; ++v) _mm512_store_ps(w.scores[row + r] + (tile + v) * 16, sums[r][v]);
@@ -107,7 +108,7 @@ struct DotProducts {
       for (int sub = 0; sub < num_subs; ++sub) {
         const uint16_t* right[kVectors];
         for (int v = 0; v < kVectors; ++v) right[v] = block.values[sub][tile + v][0];
-        multiply<kVectors>(sums, w.weights[row / 16][sub] + row % 16, right);
+        multiply<kVectors>(sums, w.row(row) + sub * kSubKeys, w.kRowStride, right);
       }
       for (int r = 0; r < kBlockRows; ++r) {
         for (int v = 0; v < kVectors; ++v) _mm512_store_ps(g.out[row + r] + (tile + v) * 16, sums[r][v]);

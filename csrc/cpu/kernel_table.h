@@ -12,6 +12,7 @@ namespace pagemill {
 // so that results depend neither on the number of threads nor on the batch.
 constexpr int kPartitionKeys = 512;
 constexpr int kMaxHeadSize = 256;
+constexpr int64_t kVocabGroup = 64;
 
 // One tile of queries of one sequence and one KV head, over a range of partitions. The rows of a tile are (token,
 // query head of the group) pairs, heads fastest.
@@ -19,6 +20,13 @@ struct AttentionTask {
   int32_t seq, kv_head;
   int32_t first_row, num_rows;  // of num_new_tokens * group_size
   int32_t first_partition, num_partitions;
+};
+
+// What the same thread has just done and is about to do, or null: a task finds its first keys in the cache where one
+// came before, and brings those of the next one there.
+struct NearTasks {
+  const AttentionTask* before;
+  const AttentionTask* after;
 };
 
 struct AttentionSizes {
@@ -49,7 +57,8 @@ struct KernelTable {
   AttentionSizes (*attention_sizes)(const PagedAttentionParams&);
   // partials == nullptr: the task holds all partitions of its tile and writes the output. Otherwise the partial of
   // partition first_partition + i goes to partials + i * sizes.partial_floats(task.num_rows).
-  void (*attention_task)(const PagedAttentionParams&, const AttentionTask&, float* partials, void* scratch);
+  void (*attention_task)(const PagedAttentionParams&, const AttentionTask&, const NearTasks&, float* partials,
+                         void* scratch);
   // Folds the partials of all partitions of a tile, in order, and writes the output.
   void (*attention_fold)(const PagedAttentionParams&, const AttentionTask&, const float* partials, void* scratch);
 
@@ -60,6 +69,12 @@ struct KernelTable {
   void (*vocab_to_float)(const void* logits, DType dtype, int64_t vocab_size, float* out);
   // weights[i] = exp((x[i] - maximum) * inverse_temperature)
   void (*vocab_weights)(const float* x, int64_t vocab_size, float maximum, float inverse_temperature, float* weights);
+  // maxima[i]: the largest of the i-th kVocabGroup numbers
+  void (*vocab_group_maxima)(const float* x, int64_t n, float* maxima);
+  // Places of all x[i] >= least in ascending order, as many as are returned; places has room for n. No NaN.
+  int64_t (*vocab_collect)(const float* x, int64_t n, float least, int32_t* places);
+  // buckets[i] = min((maximum - x[i]) * scale, last), rounded down
+  void (*vocab_buckets)(const float* x, int64_t n, float maximum, float scale, int32_t last, int32_t* buckets);
 };
 
 const KernelTable& kernel_table_portable();

@@ -19,6 +19,9 @@ const KernelTable& kernel_table_avx512bf16() {
       vocab_count_greater,
       vocab_to_float,
       vocab_weights,
+      vocab_group_maxima,
+      vocab_collect,
+      vocab_buckets,
   };
   return kTable;
 }

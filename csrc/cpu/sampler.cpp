@@ -10,6 +10,7 @@
 #include "pagemill/kernels.h"
 #include "pagemill/philox.h"
 #include "pagemill/thread_pool.h"
+#include "token_selection.h"
 
 namespace pagemill {
 namespace {
@@ -20,10 +21,8 @@ constexpr float kLowestLogprob = -9999.0f;
 
 // Per thread, sized for the largest vocabulary seen.
 struct Scratch {
-  std::vector<float> logits, weights;
+  std::vector<float> logits;
   std::vector<int32_t> counts;  // all zero between rows
-  std::vector<int32_t> candidates;
-  std::vector<double> block_sums;
 };
 thread_local Scratch scratch;
 
@@ -66,130 +65,6 @@ float logit_at(const void* logits, DType dtype, int64_t index) {
   float value;
   kernel_table().vocab_to_float(static_cast<const uint16_t*>(logits) + index, dtype, 1, &value);
   return value;
-}
-
-// Which entries survive: those above (value, index) in the order "larger value first, then smaller index".
-struct Threshold {
-  float value = -kInfinity;
-  int64_t last_index = std::numeric_limits<int64_t>::max();
-
-  bool keeps(float x, int64_t index) const { return x > value || (x == value && index <= last_index); }
-  void raise(const Threshold& other) {
-    if (other.value > value || (other.value == value && other.last_index < last_index)) *this = other;
-  }
-};
-
-// Buckets of logits by distance from the largest, so that selection looks closely at one bucket alone.
-struct Buckets {
-  static constexpr int kCount = 2048;
-  static constexpr float kPerNat = 64.0f;
-  float maximum, scale;
-
-  int of(float x) const {
-    const float distance = (maximum - x) * scale;
-    return distance < static_cast<float>(kCount - 1) ? static_cast<int>(distance) : kCount - 1;
-  }
-};
-
-void collect_bucket(const float* x, int64_t n, const Buckets& buckets, int bucket, const Threshold& kept) {
-  scratch.candidates.clear();
-  for (int64_t i = 0; i < n; ++i) {
-    if (x[i] != -kInfinity && buckets.of(x[i]) == bucket && kept.keeps(x[i], i)) {
-      scratch.candidates.push_back(static_cast<int32_t>(i));
-    }
-  }
-}
-
-// Keeps the k largest and whatever equals the k-th.
-Threshold top_k_threshold(const float* x, int64_t n, int64_t k, const Buckets& buckets) {
-  int64_t counts[Buckets::kCount] = {};
-  for (int64_t i = 0; i < n; ++i) {
-    if (x[i] != -kInfinity) ++counts[buckets.of(x[i])];
-  }
-  int64_t before = 0;
-  for (int bucket = 0; bucket < Buckets::kCount; ++bucket) {
-    if (before + counts[bucket] < k) {
-      before += counts[bucket];
-      continue;
-    }
-    collect_bucket(x, n, buckets, bucket, Threshold{});
-    auto& candidates = scratch.candidates;
-    const auto nth = candidates.begin() + (k - before - 1);
-    std::nth_element(candidates.begin(), nth, candidates.end(), [x](int32_t a, int32_t b) { return x[a] > x[b]; });
-    return {x[*nth], std::numeric_limits<int64_t>::max()};
-  }
-  return {};
-}
-
-// Keeps the shortest run of most likely entries whose probability reaches top_p; at least one.
-Threshold top_p_threshold(const float* x, const float* weights, int64_t n, double top_p, const Threshold& kept,
-                          const Buckets& buckets) {
-  double mass[Buckets::kCount] = {};
-  for (int64_t i = 0; i < n; ++i) {
-    if (kept.keeps(x[i], i) && weights[i] > 0.0f) mass[buckets.of(x[i])] += static_cast<double>(weights[i]);
-  }
-  double total = 0.0;
-  for (const double m : mass) total += m;
-  const double wanted = top_p * total;
-  double before = 0.0;
-  for (int bucket = 0; bucket < Buckets::kCount; ++bucket) {
-    if (before + mass[bucket] < wanted) {
-      before += mass[bucket];
-      continue;
-    }
-    collect_bucket(x, n, buckets, bucket, kept);
-    auto& candidates = scratch.candidates;
-    if (candidates.empty()) continue;
-    std::sort(candidates.begin(), candidates.end(),
-              [x](int32_t a, int32_t b) { return x[a] > x[b] || (x[a] == x[b] && a < b); });
-    for (const int32_t index : candidates) {
-      before += static_cast<double>(weights[index]);
-      if (before >= wanted) return {x[index], index};
-    }
-    return {x[candidates.back()], candidates.back()};
-  }
-  return kept;
-}
-
-// Inverse transform over the surviving entries in index order.
-int64_t draw(const float* x, float* weights, int64_t n, const Threshold& kept, double uniform) {
-  constexpr int64_t kBlock = 256;
-  auto& sums = scratch.block_sums;
-  sums.clear();
-  double total = 0.0;
-  const bool all_kept = kept.value == -kInfinity;
-  for (int64_t block = 0; block < n; block += kBlock) {
-    const int64_t end = std::min(block + kBlock, n);
-    double sum = 0.0;
-    for (int64_t i = block; i < end; ++i) {
-      if (!all_kept && !kept.keeps(x[i], i)) weights[i] = 0.0f;
-      sum += static_cast<double>(weights[i]);
-    }
-    sums.push_back(sum);
-    total += sum;
-  }
-  double target = uniform * total;
-  int64_t last_possible = -1;
-  for (size_t block = 0; block < sums.size(); ++block) {
-    const bool last_block = block + 1 == sums.size();
-    if (target >= sums[block] && !last_block) {
-      target -= sums[block];
-      continue;
-    }
-    const int64_t begin = static_cast<int64_t>(block) * kBlock;
-    for (int64_t i = begin; i < std::min(begin + kBlock, n); ++i) {
-      if (weights[i] <= 0.0f) continue;
-      last_possible = i;
-      target -= static_cast<double>(weights[i]);
-      if (target < 0.0) return i;
-    }
-  }
-  // Rounding left a remainder: the last entry with any weight takes it.
-  if (last_possible >= 0) return last_possible;
-  for (int64_t i = n - 1; i > 0; --i) {
-    if (weights[i] > 0.0f) return i;
-  }
-  return 0;
 }
 
 void apply_penalties(const SampleParams& p, int64_t row, float* x) {
@@ -241,25 +116,11 @@ bool is_adjusted(const SampleParams& p, int64_t row) {
   return biased || masked || penalised;
 }
 
-int64_t sample_row(const SampleParams& p, int64_t row, const float* x, const VocabStats& stats) {
-  const int64_t n = p.vocab_size;
-  const float inverse = 1.0f / p.temperature[row];
-  auto& weights = scratch.weights;
-  if (static_cast<int64_t>(weights.size()) < n) weights.resize(static_cast<size_t>(n));
-  kernel_table().vocab_weights(x, n, stats.maximum, inverse, weights.data());
-  const Buckets buckets{stats.maximum, inverse * Buckets::kPerNat};
-  Threshold kept;
-  const int32_t top_k = row_value(p.top_k, row, int32_t{0});
-  if (top_k > 0 && top_k < n) kept.raise(top_k_threshold(x, n, top_k, buckets));
-  const float top_p = row_value(p.top_p, row, 1.0f);
-  if (top_p < 1.0f) kept.raise(top_p_threshold(x, weights.data(), n, static_cast<double>(top_p), kept, buckets));
-  const float min_p = row_value(p.min_p, row, 0.0f);
-  if (min_p > 0.0f) {
-    const float lowest = stats.maximum + std::log(min_p) * p.temperature[row];
-    kept.raise({std::min(lowest, stats.maximum), std::numeric_limits<int64_t>::max()});
-  }
+int64_t sample_row(const SampleParams& p, int64_t row, const float* x, float maximum) {
   const double uniform = uniform_draw(row_value(p.seeds, row, uint64_t{0}), row_value(p.positions, row, int64_t{0}));
-  return draw(x, weights.data(), n, kept, uniform);
+  return draw_token(x, p.vocab_size, maximum,
+                    {p.temperature[row], row_value(p.top_k, row, int32_t{0}),
+                     static_cast<double>(row_value(p.top_p, row, 1.0f)), row_value(p.min_p, row, 0.0f), uniform});
 }
 
 struct TopEntries {
@@ -332,10 +193,11 @@ void run_row(const SampleParams& p, int64_t row) {
   VocabStats stats = raw_stats;
   int64_t id = raw_stats.argmax;
   if (raw_stats.valid && (adjusted || !greedy)) {
-    const float* x = adjusted_logits(p, row, raw);
+    const bool is_ready = !adjusted && p.dtype == DType::kFloat32;
+    const float* x = is_ready ? static_cast<const float*>(raw) : adjusted_logits(p, row, raw);
     if (adjusted) stats = table.vocab_stats(x, DType::kFloat32, p.vocab_size);
     id = stats.argmax;
-    if (stats.valid && !greedy) id = sample_row(p, row, x, stats);
+    if (stats.valid && !greedy) id = sample_row(p, row, x, stats.maximum);
   }
   p.out_status[row] = stats.valid ? 0 : 1;
   p.out_ids[row] = stats.valid ? id : 0;

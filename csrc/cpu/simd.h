@@ -111,6 +111,10 @@ PAGEMILL_INLINE VecF round_nearest(VecF a) { return {_mm512_roundscale_ps(a.v, 8
 PAGEMILL_INLINE VecF scale_by_power(VecF a, VecF n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 PAGEMILL_INLINE bool any_greater(VecF a, VecF b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ) != 0; }
 PAGEMILL_INLINE bool any_unordered(VecF a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q) != 0; }
+// Bit i: lane i of a is not less than b's; none is NaN.
+PAGEMILL_INLINE uint32_t lanes_not_less(VecF a, VecF b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
+// Rounded towards zero.
+PAGEMILL_INLINE void store_whole(int32_t* p, VecF a) { _mm512_storeu_si512(p, _mm512_cvttps_epi32(a.v)); }
 // a < b ? x : y in each lane
 PAGEMILL_INLINE VecF select_less(VecF a, VecF b, VecF x, VecF y) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
@@ -167,6 +171,12 @@ PAGEMILL_INLINE bool any_greater(VecF a, VecF b) {
   return _mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_GT_OQ)) != 0;
 }
 PAGEMILL_INLINE bool any_unordered(VecF a) { return _mm256_movemask_ps(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q)) != 0; }
+PAGEMILL_INLINE uint32_t lanes_not_less(VecF a, VecF b) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_GE_OQ)));
+}
+PAGEMILL_INLINE void store_whole(int32_t* p, VecF a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_cvttps_epi32(a.v));
+}
 PAGEMILL_INLINE VecF select_less(VecF a, VecF b, VecF x, VecF y) {
   return {_mm256_blendv_ps(y.v, x.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
 }
@@ -259,6 +269,14 @@ PAGEMILL_INLINE bool any_unordered(VecF a) {
   bool any = false;
   for (int i = 0; i < VecF::kWidth; ++i) any |= a.v[i] != a.v[i];
   return any;
+}
+PAGEMILL_INLINE uint32_t lanes_not_less(VecF a, VecF b) {
+  uint32_t lanes = 0;
+  for (int i = 0; i < VecF::kWidth; ++i) lanes |= static_cast<uint32_t>(a.v[i] >= b.v[i]) << i;
+  return lanes;
+}
+PAGEMILL_INLINE void store_whole(int32_t* p, VecF a) {
+  for (int i = 0; i < VecF::kWidth; ++i) p[i] = static_cast<int32_t>(a.v[i]);
 }
 PAGEMILL_INLINE VecF select_less(VecF a, VecF b, VecF x, VecF y) {
   return lanewise([&](int i) { return a.v[i] < b.v[i] ? x.v[i] : y.v[i]; });

@@ -104,5 +104,38 @@ void vocab_weights(const float* x, int64_t n, float maximum, float inverse_tempe
   if (i < n) store_first(weights + i, n - i, exp((load_first(x + i, n - i) - m) * scale));
 }
 
+void vocab_group_maxima(const float* x, int64_t n, float* maxima) {
+  for (int64_t group = 0; group < n; group += kVocabGroup) {
+    const int64_t end = group + kVocabGroup < n ? group + kVocabGroup : n;
+    VecF m = set1(-__builtin_inff());
+    int64_t i = group;
+    for (; i + W <= end; i += W) m = max(load(x + i), m);
+    if (i < end) m = max(load_first(x + i, end - i, -__builtin_inff()), m);
+    maxima[group / kVocabGroup] = reduce_max(m);
+  }
+}
+int64_t vocab_collect(const float* x, int64_t n, float least, int32_t* places) {
+  const VecF bound = set1(least);
+  int64_t count = 0, i = 0;
+  for (; i + W <= n; i += W) {
+    for (uint32_t lanes = lanes_not_less(load(x + i), bound); lanes != 0; lanes &= lanes - 1) {
+      places[count++] = static_cast<int32_t>(i + __builtin_ctz(lanes));
+    }
+  }
+  for (; i < n; ++i) {
+    if (x[i] >= least) places[count++] = static_cast<int32_t>(i);
+  }
+  return count;
+}
+void vocab_buckets(const float* x, int64_t n, float maximum, float scale, int32_t last, int32_t* buckets) {
+  const VecF m = set1(maximum), s = set1(scale), most = set1(static_cast<float>(last));
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store_whole(buckets + i, min((m - load(x + i)) * s, most));
+  for (; i < n; ++i) {
+    const float distance = (maximum - x[i]) * scale;
+    buckets[i] = distance < static_cast<float>(last) ? static_cast<int32_t>(distance) : last;
+  }
+}
+
 }  // namespace
 }  // namespace pagemill
