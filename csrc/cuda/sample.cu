@@ -175,7 +175,9 @@ WorkspaceParts workspace_parts(const SampleParams& p, const Plan& plan) {
   return parts;
 }
 
+// Whether rows are looked at that need few entries. Without a top-k for any row those that are not greedy need all.
 bool lists_rows(const SampleParams& p) {
+  if (p.temperature != nullptr && p.top_k == nullptr) return false;
   const bool has_logprobs =
       p.out_logprobs != nullptr || p.out_ranks != nullptr || (p.out_top_ids != nullptr && p.num_top > 0);
   return !has_logprobs && num_spans(p) <= sampling::kMaxSpans && num_spans(p) * p.num_rows <= INT32_MAX;
