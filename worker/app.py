@@ -18,6 +18,7 @@ from opentelemetry.trace import Span, Tracer
 
 from pagemill.config import WorkerSettings
 from pagemill.errors import DesyncError
+from pagemill.garbage_collector import settle_garbage_collector
 from pagemill.step import StepPlan, StepResult
 from pagemill.telemetry import (
     link_from_traceparent,
@@ -64,6 +65,7 @@ def run(settings: WorkerSettings) -> int:
         metrics_port = start_metrics_server(settings, metrics.registry)
         shutdown = Shutdown()
         shutdown.install()
+        settle_garbage_collector()
         WorkerProcess(settings, runner, metrics, shutdown, metrics_port).serve()
     finally:
         shutdown_tracing()
