@@ -41,7 +41,6 @@ class ForwardPass:
         device: of the model.
         dtype: of hidden states.
         max_logit_rows: rows of logits held at once.
-        max_model_len: longest sequence.
     """
 
     def __init__(

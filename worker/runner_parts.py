@@ -30,7 +30,7 @@ from worker.forward_pass import ForwardPass
 from worker.kv_cache import MIN_BLOCKS, KVCache, KVLayout, allocate_cache, log_pool
 from worker.layers.context import LayerContext
 from worker.loader import WeightReader, model_fingerprint, open_source
-from worker.memory_plan import make_memory_plan
+from worker.memory_plan import MemoryPlan, make_memory_plan
 from worker.models import CausalLM, resolve
 from worker.sampler import LogprobArrays, Sampler, staged_sampling_ints
 from worker.slots import DeviceStore, HostStore, SlotTable, staged_change_ints
@@ -69,6 +69,17 @@ class RunnerParts:
 
 
 @dataclass(slots=True)
+class _Loaded:
+    """A model with its weights, and what decided them."""
+
+    name: str
+    model: CausalLM
+    fingerprint: str
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+@dataclass(slots=True)
 class _Sizes:
     max_model_len: int
     max_step_tokens: int
@@ -89,11 +100,66 @@ def build_parts(settings: WorkerSettings, where: StepDevice | None) -> RunnerPar
     where = where or step_device(device.torch_device)
     if settings.num_threads is not None:
         kernels.set_num_threads(settings.num_threads)
+    memory_plan = make_memory_plan(device, settings)
+    loaded = _load(settings, device, where, memory_plan)
+    model, dtype = loaded.model, loaded.dtype
+    loaded_at = time.monotonic()
+    sizes = _Sizes(
+        _max_model_len(model, settings),
+        pick_max_step_tokens(settings.max_num_batched_tokens, device),
+        pick_max_num_seqs(settings.max_num_seqs, device),
+    )
+    layout = KVLayout(model.kv_spec, loaded.kv_dtype, settings.block_size)
+    with memory_plan.stepping():
+        model.allocate(sizes.max_step_tokens, sizes.max_model_len)
+        table, builder, sampler, forward_pass = _step_parts(model, where, dtype, sizes, settings.block_size)
+        if device.kind == "cuda":
+            forward_pass.reserve_plans(sizes.max_step_tokens, sizes.max_num_seqs, sizes.max_model_len, layout.dtype)
+
+    def make_cache(num_blocks: int) -> KVCache:
+        return allocate_cache(model.kv_spec, layout.dtype, settings.block_size, num_blocks, device)
+
+    records = device.kind == "cuda" and not settings.enforce_eager
+    graph_sizes = forward_pass.graph_sizes(sizes.max_num_seqs) if records else []
+    rehearsal = Rehearsal(builder, sampler, forward_pass, where, make_cache, sizes.max_step_tokens, graph_sizes)
+    table.num_pool_blocks = memory_plan.num_blocks(layout, model.max_positions, rehearsal)
+    rehearsal.end()
+    cache = make_cache(table.num_pool_blocks)
+    log_pool(table.num_pool_blocks, layout, sizes.max_model_len)
+    forward_pass.bind(cache)
+    if graph_sizes:
+        forward_pass.graphs = forward_pass.record_graphs(graph_sizes)
+        forward_pass.graphs.log()
+    logger.info(
+        "ready after %.1f s on %s, %.1f s of them for weights: weights %.2f GiB, context length %d",
+        time.monotonic() - started,
+        device.name,
+        loaded_at - started,
+        model.weight_bytes / (1 << 30),
+        sizes.max_model_len,
+    )
+    return RunnerParts(
+        model_name=loaded.name,
+        fingerprint=loaded.fingerprint,
+        device=device,
+        dtype=dtype,
+        capacity=_capacity(model, layout, table.num_pool_blocks, sizes),
+        step_device=where,
+        model=model,
+        table=table,
+        builder=builder,
+        sampler=sampler,
+        forward_pass=forward_pass,
+        cache=cache,
+    )
+
+
+def _load(settings: WorkerSettings, device: Device, where: StepDevice, memory_plan: MemoryPlan) -> _Loaded:
+    """The model that the settings name, with its weights on the device."""
     source = resolve_model(settings.model)
     config = load_config(source)
     dtype = pick_dtype(settings.dtype, dtype_from_name(config.get("dtype") or config.get("torch_dtype")), device)
     kv_dtype = pick_kv_dtype(settings.kv_cache_dtype, dtype)
-    memory_plan = make_memory_plan(device, settings)
     logger.info("loading %s from %s as %s", source.name, source.path, dtype_name(dtype))
     model = resolve(config)(config, LayerContext(dtype, where.torch_device, execution=where.execution))
     weights = open_source(
@@ -103,59 +169,24 @@ def build_parts(settings: WorkerSettings, where: StepDevice | None) -> RunnerPar
         absent_if_random=model.optional_weights,
         device=where.torch_device,
     )
-    fingerprint = model_fingerprint(config, weights, dtype, settings.seed, kv_dtype)
     reader = WeightReader(weights, dtype, where.torch_device)
     with memory_plan.loading(config, dtype):
         model.load_weights(reader)
     reader.warn_unused()
-    loaded = time.monotonic()
-    sizes = _Sizes(
-        _max_model_len(model, settings),
-        pick_max_step_tokens(settings.max_num_batched_tokens, device),
-        pick_max_num_seqs(settings.max_num_seqs, device),
-    )
-    layout = KVLayout(model.kv_spec, kv_dtype, settings.block_size)
-    with memory_plan.stepping():
-        model.allocate(sizes.max_step_tokens, sizes.max_model_len)
-        table, builder, sampler, forward_pass = _step_parts(model, where, dtype, sizes, settings.block_size)
-        if device.kind == "cuda":
-            forward_pass.reserve_plans(sizes.max_step_tokens, sizes.max_num_seqs, sizes.max_model_len, kv_dtype)
-    records = device.kind == "cuda" and not settings.enforce_eager
-    graph_sizes = forward_pass.graph_sizes(sizes.max_num_seqs) if records else []
+    fingerprint = model_fingerprint(config, weights, dtype, settings.seed, kv_dtype)
+    return _Loaded(source.name, model, fingerprint, dtype, kv_dtype)
 
-    def make_cache(num_blocks: int) -> KVCache:
-        return allocate_cache(model.kv_spec, kv_dtype, settings.block_size, num_blocks, device)
 
-    rehearsal = Rehearsal(builder, sampler, forward_pass, where, make_cache, sizes.max_step_tokens, graph_sizes)
-    num_blocks = memory_plan.num_blocks(layout, model.max_positions, rehearsal)
-    rehearsal.end()
-    table.num_pool_blocks = num_blocks
-    cache = make_cache(num_blocks)
-    log_pool(num_blocks, layout, sizes.max_model_len)
-    forward_pass.bind(cache)
-    if graph_sizes:
-        forward_pass.graphs = forward_pass.record_graphs(graph_sizes)
-        forward_pass.graphs.log()
-    capacity = WorkerCapacity(
+def _capacity(model: CausalLM, layout: KVLayout, num_blocks: int, sizes: _Sizes) -> WorkerCapacity:
+    return WorkerCapacity(
         num_blocks=num_blocks,
-        block_size=settings.block_size,
+        block_size=layout.block_size,
         num_slots=sizes.max_num_seqs,
         max_model_len=sizes.max_model_len,
         vocab_size=model.vocab_size,
         max_step_tokens=sizes.max_step_tokens,
         kv_bytes_per_token=layout.bytes_per_token,
         shares_prefixes=not model.kv_depends_on_prompt_length,
-    )
-    logger.info(
-        "ready after %.1f s on %s, %.1f s of them for weights: weights %.2f GiB, context length %d",
-        time.monotonic() - started,
-        device.name,
-        loaded - started,
-        model.weight_bytes / (1 << 30),
-        sizes.max_model_len,
-    )
-    return RunnerParts(
-        source.name, fingerprint, device, dtype, capacity, where, model, table, builder, sampler, forward_pass, cache
     )
 
 
