@@ -169,3 +169,30 @@ def test_the_first_signal_asks_and_the_second_ends_at_once(signals: int, code: i
             process.send_signal(signal.SIGTERM)
     assert process.wait(30) == code
     process.stdout.close()
+
+
+async def test_a_receive_window_bounds_what_is_on_its_way_unread() -> None:
+    sent = 0
+
+    async def answer(request: bytes, context: grpc.aio.ServicerContext) -> None:
+        nonlocal sent
+        while True:
+            await context.write(b"x" * 8192)
+            sent += 1
+
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+            return grpc.unary_stream_rpc_method_handler(answer)
+
+    server = aio_server()
+    server.add_generic_rpc_handlers([Handler()])
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    async with aio_channel(f"127.0.0.1:{port}", receive_window_bytes=1 << 16) as channel:
+        call = channel.unary_stream("/any/method")(b"")
+        for num_read in range(1, 60):
+            await call.read()
+            await asyncio.sleep(0.002)
+            assert sent - num_read < 24
+        call.cancel()
+    await server.stop(None)
