@@ -22,7 +22,7 @@ DRY = Site(torch.device("cpu"), 1, is_dry=True)
 KERNELS = {
     "decode_attention", "decode_attention_fp8", "prefill_attention", "merge_attention", "rms_norm",
     "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul", "embedding", "rotary", "rope_and_store", "store_kv",
-    "copy_blocks", "swap_blocks", "sample", "token_logprobs", "linear",
+    "copy_blocks", "swap_blocks", "prepare_step", "scatter", "sample", "token_logprobs", "linear",
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from worker.bench.case import Case, Site
 from worker.bench.linear_cases import linear_cases
 from worker.bench.row_cases import row_cases
 from worker.bench.sampling_cases import sampling_cases
+from worker.bench.step_cases import step_cases
 
 # Several times the largest cache of any GPU that is supported.
 _CUDA_COLD_BYTES = 400 << 20
@@ -39,7 +40,8 @@ def _last_level_cache() -> int:
 
 
 def all_cases(site: Site) -> Iterator[Case]:
-    return chain(attention_cases(site), row_cases(site), cache_cases(site), sampling_cases(site), linear_cases(site))
+    makers = (attention_cases, row_cases, cache_cases, step_cases, sampling_cases, linear_cases)
+    return chain.from_iterable(make(site) for make in makers)
 
 
 def choose_cases(site: Site, names: Sequence[str], *, is_quick: bool) -> list[Case]:
