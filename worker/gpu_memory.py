@@ -134,11 +134,6 @@ class MemoryLedger:
         """Bytes that may be in use."""
         return int(self._utilization * self._start.total)
 
-    def in_use(self) -> int:
-        """Bytes in use now, other processes' included."""
-        now = self._memory.read()
-        return now.total - now.free
-
     def check_weights(self, num_bytes: int, dtype: str) -> None:
         """Refuse weights of num_bytes, known before they are loaded, that cannot fit.
 

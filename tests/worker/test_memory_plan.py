@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from worker.batch import StepRows
 from worker.device import pick_device
 from worker.forward_pass import ForwardPass, Hidden
 from worker.gpu_memory import GIB, MemoryLedger
+from worker.kernels.launch_program import LaunchProgram
 from worker.kv_cache import KVLayout, KVSpec
 from worker.memory_plan import GpuMemoryPlan, MemoryPlan, make_memory_plan
 from worker.model_runner import ModelRunner
@@ -119,6 +121,12 @@ def test_a_start_rehearses_its_largest_step_and_takes_what_is_left(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On CPU tensors by launches, as on a GPU, with a memory that is numbers."""
+
+    def num_programs() -> int:
+        return sum(type(item) is LaunchProgram for item in gc.get_objects())
+
+    gc.collect()
+    num_before = num_programs()
     (tmp_path / "config.json").write_text(json.dumps({**TINY, "architectures": ["LlamaForCausalLM"]}))
     memory = SimulatedMemory(total=GIB, outside=GIB // 4)
     rehearsed: list[int] = []
@@ -147,4 +155,10 @@ def test_a_start_rehearses_its_largest_step_and_takes_what_is_left(
     assert runner.capacity.num_blocks == (20 << 20) // (layout.block_bytes // 6)
     driver = Driver(runner)
     driver.add([5, 6, 7])
-    assert len(driver.generate(4)[0]) == 4
+    gc.disable()
+    try:
+        assert len(driver.generate(4)[0]) == 4
+        # The program of the rehearsal is gone: the pool left no room for the scratch memory of two.
+        assert num_programs() == num_before + 1
+    finally:
+        gc.enable()

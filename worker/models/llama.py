@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -179,7 +180,9 @@ class LlamaForCausalLM:
     def forward(self, batch: StepBatch, cache: KVCache) -> torch.Tensor:
         """Hidden states after the last norm, [T, hidden_size]. Valid until the next call."""
         if self._program is None or self._bound_cache is not cache:
-            self._program = None  # its scratch memory goes before another one is made
+            if self._program is not None:
+                self._program = None
+                gc.collect()  # a program refers to itself; its scratch memory goes before another one is made
             self._program, self._bound_cache = self.bind(cache), cache
         self._program.run(self.step_inputs(batch))
         return self._workspace.normed[: len(batch.token_ids)]
