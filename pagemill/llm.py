@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from pagemill.engine_args import EngineArgs
 from pagemill.errors import ConfigError, InvalidRequestError, UnavailableError
+from pagemill.garbage_collector import collecting_rarely
 from pagemill.local_engine import LocalEngine, Prompt, free_device_memory
 from pagemill.outputs import RequestOutput
 from pagemill.sampling_params import SamplingParams
@@ -173,7 +174,7 @@ def _run(
     try:
         handles = [engine.add(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
         outputs = {handle: RequestOutput("") for handle in handles}
-        with progress as bar:
+        with progress as bar, collecting_rarely():
             while engine.has_work:
                 for event in engine.step():
                     if event.error is not None:
