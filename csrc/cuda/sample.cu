@@ -33,8 +33,11 @@ __global__ void __launch_bounds__(sampling::kThreads, sampling::kBlocksPerMultip
     sample_kernel(const __grid_constant__ SampleParams p, const __grid_constant__ Layout layout,
                   const __grid_constant__ ListedRows listed) {
   wait_for_previous_kernel();
-  const int64_t row = blockIdx.x / cluster::size();
-  if (listed.is_drawn != nullptr && sampling::entries_needed(p, row) != 0 && listed.is_drawn[row] != 0) return;
+  int64_t row = blockIdx.x / cluster::size();
+  if (listed.others != nullptr) {
+    if (row >= *listed.num_others) return;
+    row = listed.others[row];
+  }
   RowSampler<kResident> sampler(raw_row(p, row), layout, row);
   sampler.sample(p);
 }
@@ -52,6 +55,7 @@ template <typename T>
 __global__ void __launch_bounds__(sampling::kThreads, sizeof(T) == 4 ? 3 : 4)
     list_entries_kernel(const __grid_constant__ SampleParams p, const __grid_constant__ ListedRows listed) {
   wait_for_previous_kernel();
+  if (blockIdx.x == 0 && threadIdx.x == 0) *listed.num_others = 0;
   sampling::list_entries<T>(p, listed);
 }
 
@@ -152,7 +156,7 @@ int check_rows(const char* operation, const Params& p) {
 
 // Parts of the workspace, each at a multiple of 256 bytes.
 struct WorkspaceParts {
-  int64_t spans, candidates, slices, end;  // before them: a flag for each row
+  int64_t others, spans, candidates, slices, end;
 };
 
 int64_t num_spans(const SampleParams& p) {
@@ -165,7 +169,8 @@ WorkspaceParts workspace_parts(const SampleParams& p, const Plan& plan) {
   const auto after = [](int64_t begin, int64_t bytes) { return begin + divide_up(bytes, kAlignment) * kAlignment; };
   const int64_t all_spans = p.num_rows * num_spans(p);
   WorkspaceParts parts{};
-  parts.spans = after(0, p.num_rows * static_cast<int64_t>(sizeof(int32_t)));
+  parts.others = after(0, sizeof(uint32_t));
+  parts.spans = after(parts.others, p.num_rows * static_cast<int64_t>(sizeof(int32_t)));
   parts.candidates = after(parts.spans, all_spans * static_cast<int64_t>(sizeof(sampling::SpanResult)));
   parts.slices =
       after(parts.candidates, all_spans * sampling::kSpanCandidates * static_cast<int64_t>(sizeof(uint64_t)));
@@ -250,7 +255,8 @@ int pagemill_cuda_sample(const SampleParams* params, void* workspace, void* stre
   char* base = static_cast<char*>(workspace);
   cuda::ListedRows listed{};
   if (cuda::lists_rows(p)) {
-    listed = {reinterpret_cast<int32_t*>(base), reinterpret_cast<cuda::sampling::SpanResult*>(base + parts.spans),
+    listed = {reinterpret_cast<uint32_t*>(base), reinterpret_cast<int32_t*>(base + parts.others),
+              reinterpret_cast<cuda::sampling::SpanResult*>(base + parts.spans),
               reinterpret_cast<uint64_t*>(base + parts.candidates), static_cast<int32_t>(cuda::num_spans(p))};
     if (const int error = cuda::launch_listed(p, listed, cuda_stream)) return error;
   }

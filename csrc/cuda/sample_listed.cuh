@@ -33,10 +33,15 @@ struct SpanResult {
 
 // In the workspace; nothing is kept from call to call.
 struct ListedRows {
-  int32_t* is_drawn;     // [num_rows]; written for rows that need few entries
+  uint32_t* num_others;  // rows left to the other kernel
+  int32_t* others;       // [num_rows]
   SpanResult* spans;     // [num_rows, num_spans]
   uint64_t* candidates;  // [num_rows, num_spans, kSpanCandidates], as candidate_of() makes them
   int32_t num_spans;
+
+  __device__ __forceinline__ void leave(int64_t row) const {
+    others[atomicAdd(num_others, 1u)] = static_cast<int32_t>(row);
+  }
 };
 
 // How many of the largest entries the row's token depends on; 0: more than are listed.
@@ -416,13 +421,19 @@ __device__ __forceinline__ int32_t draw_from_lists(const SampleParams& p, int64_
 __device__ __forceinline__ void draw_listed(const SampleParams& p, const ListedRows& listed) {
   const int64_t row = blockIdx.x;
   const int32_t needed = entries_needed(p, row);
-  if (needed == 0) return;
+  if (needed == 0) {
+    if (threadIdx.x == 0) listed.leave(row);
+    return;
+  }
   const JoinedLists lists(listed, row);
   int32_t id = 0;
   if (lists.is_valid()) id = lists.is_cut() ? -1 : draw_from_lists(p, row, lists, needed);
   if (threadIdx.x != 0) return;
-  listed.is_drawn[row] = id >= 0 ? 1 : 0;
-  if (id >= 0) p.out_ids[row] = id, p.out_status[row] = lists.is_valid() ? 0 : 1;
+  if (id < 0) {
+    listed.leave(row);
+  } else {
+    p.out_ids[row] = id, p.out_status[row] = lists.is_valid() ? 0 : 1;
+  }
 }
 
 }  // namespace pagemill::cuda::sampling
