@@ -17,7 +17,6 @@ from pagemill.block_hash import block_hashes
 from pagemill.config import SchedulerSettings
 from pagemill.errors import (
     AbortedError,
-    DeadlineError,
     DesyncError,
     DuplicateRequestError,
     OverloadedError,
@@ -28,16 +27,13 @@ from pagemill.v1 import scheduler_pb2, worker_pb2
 from scheduler.cache_directory import CacheDirectory
 from scheduler.engine import Engine, Turn
 from scheduler.metrics import CoreTotals
+from scheduler.parking import Key, ParkedRequests
 from scheduler.scheduler import RETRY_AFTER_MS
 from scheduler.sequence import (
-    DeliveredTokens,
-    FinishedSequence,
-    FinishReason,
     NewRequest,
     OwnerOutput,
     RequestFailure,
     Timings,
-    Usage,
 )
 from scheduler.session import MAX_BACKLOG, RouterSession
 from scheduler.wire import hello_to_proto, load_to_proto
@@ -46,10 +42,6 @@ _log = logging.getLogger(__name__)
 
 # Prompt tokens that a sequence on a worker weighs, when a worker is chosen.
 LOAD_WEIGHT_TOKENS = 256
-# How long a request without deadline waits for a worker to come.
-MAX_PARKED_S = 600.0
-
-Key = tuple[RouterSession, int]
 
 
 class WorkerPort(Protocol):
@@ -83,8 +75,7 @@ class Dispatcher:
         self._sessions: set[RouterSession] = set()
         self._workers: dict[Engine, WorkerPort] = {}
         self._placements: dict[Key, _Placement] = {}
-        self._parked: dict[Key, tuple[NewRequest, float]] = {}
-        self._num_parked_tokens = 0
+        self._parked = ParkedRequests(settings.max_queued_requests, settings.max_queued_tokens)
         self._last_fingerprint = ""
         self._retired = CoreTotals()
         self._directory = CacheDirectory()
@@ -117,8 +108,7 @@ class Dispatcher:
         self._announce()
         is_other_model = self._last_fingerprint not in ("", worker.hello.model_fingerprint)
         self._last_fingerprint = worker.hello.model_fingerprint
-        parked, self._parked, self._num_parked_tokens = self._parked, {}, 0
-        for key, (request, _) in parked.items():
+        for key, request in self._parked.take_all().items():
             if is_other_model and request.scheduled_unix_ns:
                 # What another model began, this one cannot continue.
                 self._fail(key, UnavailableError("the model changed while the request waited for a worker"))
@@ -188,7 +178,7 @@ class Dispatcher:
         for handle in session.handles:
             key = session, handle
             del self._placements[key]
-            self._unpark(key)
+            self._parked.remove(key)
         session.handles.clear()
         for engine in self._workers:
             engine.abort_owner(session)
@@ -227,29 +217,12 @@ class Dispatcher:
             session.backlog.clear()
             session.backlog.extend(kept)
         elif key in self._parked:
-            self._abort_parked(key, index)
+            self._deliver(session, OwnerOutput(finished=self._parked.abort(key, index)), 0)
         elif placement.engine is None:
             placement.aborts.append(index)
         elif index not in placement.aborts:
             placement.aborts.append(index)
             placement.engine.abort(session, handle, index)
-
-    def _abort_parked(self, key: Key, index: int | None) -> None:
-        session, handle = key
-        request, _ = self._parked[key]
-        for number in range(request.params.n):
-            delivered = request.delivered.setdefault(number, DeliveredTokens())
-            if delivered.finished or index not in (None, number):
-                continue
-            delivered.finished = True
-            finished = FinishedSequence(handle, number, FinishReason.ABORT)
-            if all(request.delivered.get(i, DeliveredTokens()).finished for i in range(request.params.n)):
-                tokens = sum(len(d.token_ids) for d in request.delivered.values())
-                finished.usage = Usage(len(request.token_ids), request.cached_tokens or 0, tokens)
-                finished.timings = Timings(
-                    request.arrival_unix_ns, request.scheduled_unix_ns, request.first_token_unix_ns, time.time_ns()
-                )
-            self._deliver(session, OwnerOutput(finished=[finished]), 0)
 
     # Placing.
 
@@ -261,7 +234,10 @@ class Dispatcher:
         placement = self._placements[key]
         engine = self._choose(request)
         if engine is None:
-            self._park(key, request)
+            try:
+                self._parked.park(key, request)
+            except OverloadedError as error:
+                self._fail(key, error)
         elif engine.num_commands > 2 * self._settings.max_queued_requests + engine.core.limits.max_num_seqs:
             self._fail(key, OverloadedError("too many requests arrive at once", retry_after_ms=RETRY_AFTER_MS))
         else:
@@ -289,23 +265,6 @@ class Dispatcher:
 
         return min(engines, key=cost)
 
-    def _park(self, key: Key, request: NewRequest) -> None:
-        factor = 2 if request.delivered else 1
-        too_many = len(self._parked) >= self._settings.max_queued_requests * factor
-        num_tokens = self._num_parked_tokens + len(request.token_ids)
-        if too_many or (self._parked and num_tokens > self._settings.max_queued_tokens * factor):
-            self._fail(
-                key, OverloadedError("no worker is attached and the queue is full", retry_after_ms=RETRY_AFTER_MS)
-            )
-            return
-        self._parked[key] = request, time.monotonic()
-        self._num_parked_tokens = num_tokens
-
-    def _unpark(self, key: Key) -> None:
-        entry = self._parked.pop(key, None)
-        if entry is not None:
-            self._num_parked_tokens -= len(entry[0].token_ids)
-
     def _fail(self, key: Key, error: PagemillError) -> None:
         failure = RequestFailure(key[1], error, Timings(0, 0, 0, 0))
         self._deliver(key[0], OwnerOutput(failures=[failure]), 0)
@@ -324,7 +283,7 @@ class Dispatcher:
             if handle in session.handles:
                 session.handles.discard(handle)
                 del self._placements[session, handle]
-                self._unpark((session, handle))
+                self._parked.remove((session, handle))
         while session.backlog and len(session.handles) < session.max_inflight_requests:
             self.submit(session.backlog.popleft())
         self._note_idleness()
@@ -352,12 +311,8 @@ class Dispatcher:
 
     def tick(self) -> None:
         """Once a second: expire what is parked, report load."""
-        now_s, now_ns = time.monotonic(), time.time_ns()
-        for key, (request, since_s) in list(self._parked.items()):
-            if request.deadline_unix_ns and request.deadline_unix_ns <= now_ns:
-                self._fail(key, DeadlineError("the request's deadline passed while no worker was attached"))
-            elif now_s - since_s > MAX_PARKED_S:
-                self._fail(key, UnavailableError("no worker came", retry_after_ms=RETRY_AFTER_MS))
+        for key, error in self._parked.expired():
+            self._fail(key, error)
         for engine in self._workers:
             engine.report_cache()
         added, evicted = self._directory.take_changes()

@@ -82,6 +82,7 @@ class PeerWorker:
         self.drained = asyncio.Event()
         self.num_results = 0
         self.profiled_steps = 0
+        self._writing = asyncio.Lock()
         self.trace_links: list[str] = []
         self._step_s = step_s
         self._channel = aio_channel(address)
@@ -152,10 +153,14 @@ class PeerWorker:
             ],
         )
         self.num_results += 1
-        await self._call.write(worker_pb2.WorkerMessage(result=message))
+        await self._write(worker_pb2.WorkerMessage(result=message))
+
+    async def _write(self, message: worker_pb2.WorkerMessage) -> None:
+        async with self._writing:  # a call takes one message at a time, and fails otherwise
+            await self._call.write(message)
 
     async def leave(self, reason: str = "test") -> None:
-        await self._call.write(worker_pb2.WorkerMessage(draining=worker_pb2.WorkerDraining(reason=reason)))
+        await self._write(worker_pb2.WorkerMessage(draining=worker_pb2.WorkerDraining(reason=reason)))
 
     async def close(self) -> None:
         self._call.cancel()
