@@ -4,13 +4,14 @@ Scheduler and router as they are in production, a worker whose model takes a giv
 generators in processes of their own that keep a number of streams running. Printed is the CPU time of each process, per
 step or output token; for one stream, how long a step plan takes to follow a result, and a token to reach the client.
 
-    python benchmarks/serving_overhead.py [--edges sse grpc] [--streams 256 1024] [--step-ms 50] [--seconds 10]
+    python benchmarks/serving_overhead.py [--edges sse grpc whole] [--streams 256 1024] [--step-ms 50] [--seconds 10]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import select
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,14 +137,17 @@ def load_sse(port: int, num_streams: int, prompt: list[int], max_tokens: int, on
     return times
 
 
-def load_grpc(port: int, num_streams: int, prompt: list[int], max_tokens: int, once: bool) -> list[float]:
-    """The same over gRPC; messages are counted and not read."""
+def load_grpc(
+    port: int, num_streams: int, prompt: list[int], max_tokens: int, once: bool, *, final_only: bool = False
+) -> list[float]:
+    """The same over gRPC; messages are counted and not read. `final_only`: each answer is one message."""
     from pagemill.rpc import aio_channel
     from pagemill.v1 import common_pb2, inference_pb2
 
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=prompt),
         sampling=common_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.7, ignore_eos=True),
+        final_only=final_only,
     ).SerializeToString()
     times: list[float] = []
 
@@ -161,6 +166,12 @@ def load_grpc(port: int, num_streams: int, prompt: list[int], max_tokens: int, o
     asyncio.run(all_streams())
     return times
 
+
+LOADS: dict[str, Callable[[int, int, list[int], int, bool], list[float]]] = {
+    "sse": load_sse,
+    "grpc": load_grpc,
+    "whole": functools.partial(load_grpc, final_only=True),
+}
 
 # The measurement.
 
@@ -269,7 +280,13 @@ def measure_one(args: argparse.Namespace, edge: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--edges", nargs="+", choices=["sse", "grpc"], default=["sse", "grpc"])
+    parser.add_argument(
+        "--edges",
+        nargs="+",
+        choices=list(LOADS),
+        default=list(LOADS),
+        help="streams over HTTP, streams over gRPC, whole answers over gRPC",
+    )
     parser.add_argument("--streams", type=int, nargs="*", default=[256, 1024], help="streams running at once")
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=256)
@@ -289,7 +306,7 @@ def main() -> int:
         return worker_main(address, float(step_ms), float(token_us), int(vocab_size))
     if args.load:
         edge, (port, num_streams, input_len, output_len) = args.load[0], map(int, args.load[1:])
-        load = load_sse if edge == "sse" else load_grpc
+        load = LOADS[edge]
         prompt = [WORDS[(7 * i) % len(WORDS)] for i in range(input_len)]
         print(json.dumps(load(port, num_streams, prompt, output_len, args.once)))
         return 0
@@ -301,8 +318,10 @@ def main() -> int:
     for edge in args.edges:
         for num_streams in args.streams:
             print(measure_load(args, edge, num_streams), flush=True)
-    print(f"{'edge':>5} {'turn ms p50':>11} {'p99':>9} {'to client ms p50':>17} {'p99':>9}   (one stream)")
-    for edge in args.edges:
+    streamed = [edge for edge in args.edges if edge != "whole"]
+    if streamed:
+        print(f"{'edge':>5} {'turn ms p50':>11} {'p99':>9} {'to client ms p50':>17} {'p99':>9}   (one stream)")
+    for edge in streamed:
         print(measure_one(args, edge), flush=True)
     return 0
 
