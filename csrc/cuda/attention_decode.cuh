@@ -110,9 +110,8 @@ struct Queries {
         const int second = C::kIs8Bit ? first + 2 : first + 8;
         const uint32_t x = is_used ? read_pair(p.query, start + first) : 0u;
         const uint32_t y = is_used ? read_pair(p.query, start + second) : 0u;
-        // and of those the first and third make a pair, the second and fourth another, see widen().
-        loaded[step][half] = C::kIs8Bit ? __byte_perm(x, y, 0x5410) : x;
-        loaded[step][half + 2] = C::kIs8Bit ? __byte_perm(x, y, 0x7632) : y;
+        loaded[step][half] = x;
+        loaded[step][half + 2] = y;
       }
     }
     all_end = walk.entry.all_end;
@@ -179,7 +178,7 @@ __device__ __forceinline__ void scores(const Queries<C>& q, uint32_t keys, int32
 #pragma unroll
     for (int step = 0; step < kSteps; step += 2) {
       // A chunk has the 16 dimensions of a step. A lane gets four adjacent ones of a key: they stand for dimensions 2
-      // t, 2 t + 8, 2 t + 1, 2 t + 9 of the product, in the queries as well.
+      // t, 2 t + 1, 2 t + 8, 2 t + 9 of the product, in the queries as well.
       uint32_t bytes[4];
       load_matrices(bytes, keys + (step / 8) * C::kPanelBytes + (base ^ ((step % 8) << 4)));
 #pragma unroll
@@ -214,14 +213,21 @@ __device__ __forceinline__ void scores(const Queries<C>& q, uint32_t keys, int32
   }
 }
 
+// Whether logits are products times a positive factor, which the exponent's multiplication takes in.
+__device__ __forceinline__ bool is_linear(const PagedAttentionParams& p) {
+  return p.soft_cap == 0.0f && p.alibi_slopes == nullptr && p.scale > 0.0f;
+}
+
 // Scale, soft cap, ALiBi and mask.
 template <typename C>
 __device__ __forceinline__ void adjust(const Arguments& a, const Queries<C>& q, int32_t key, int32_t lane,
                                        float (&s)[2][4]) {
+  if (!is_linear(a.p)) {
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < 2; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s[n][i] *= q.factor[i / 2];
+      for (int i = 0; i < 4; ++i) s[n][i] *= q.factor[i / 2];
+    }
   }
   if (a.p.soft_cap != 0.0f) {
 #pragma unroll
@@ -255,7 +261,8 @@ __device__ __forceinline__ void adjust(const Arguments& a, const Queries<C>& q, 
 
 // Weights in place of the scores of some tiles, with the running maximum and sum.
 template <typename C, int kTiles>
-__device__ __forceinline__ void weigh(float (&s)[kTiles][2][4], Accumulator<C>& o) {
+__device__ __forceinline__ void weigh(const Arguments& a, const Queries<C>& q, float (&s)[kTiles][2][4],
+                                      Accumulator<C>& o) {
   float scale[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -264,14 +271,15 @@ __device__ __forceinline__ void weigh(float (&s)[kTiles][2][4], Accumulator<C>& 
     for (int i = 0; i < 4 * kTiles; ++i) largest = fmaxf(largest, s[i / 4][i / 2 % 2][2 * half + i % 2]);
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    const float maximum = fmaxf(o.maximum[half], largest);
+    const float multiplier = is_linear(a.p) ? q.factor[half] : 1.0f;
+    const float maximum = fmaxf(o.maximum[half], largest * multiplier);
     scale[half] = exp2_fast(o.maximum[half] - maximum);
     o.maximum[half] = maximum;
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) {
       float& x = s[i / 4][i / 2 % 2][2 * half + i % 2];
-      x = exp2_fast(x - maximum);
+      x = exp2_fast(fmaf(x, multiplier, -maximum));
       sum += x;
     }
     o.sum[half] = fmaf(o.sum[half], scale[half], sum);
@@ -303,8 +311,8 @@ __device__ __forceinline__ void add_values(const float (&s)[2][4], uint32_t valu
         // A lane has dimensions 2 g, 2 g + 1 of two keys in each register: the even ones make one product, the odd
         // ones another.
         uint32_t even[2], odd[2];
-        widen<C::kCache == Cache::kE4M3>(b[2 * i], even[0], odd[0]);
-        widen<C::kCache == Cache::kE4M3>(b[2 * i + 1], even[1], odd[1]);
+        widen_apart<C::kCache == Cache::kE4M3>(b[2 * i], even[0], odd[0]);
+        widen_apart<C::kCache == Cache::kE4M3>(b[2 * i + 1], even[1], odd[1]);
         multiply_add<T>(o.values[2 * (chunk + i)], weights, even[0], even[1]);
         multiply_add<T>(o.values[2 * (chunk + i) + 1], weights, odd[0], odd[1]);
       } else {

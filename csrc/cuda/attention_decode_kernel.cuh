@@ -24,9 +24,19 @@ struct Ring {
 
   // The stage's former contents have been read by all lanes.
   __device__ __forceinline__ void fill(const Arguments& a, const Request& r, int32_t of_stage, int lane) const {
-    if (r.is_valid) copy_tile<C>(a, a.p.key_cache, r, keys(of_stage), lane);
+    const TileSource<C> source(a, r, lane);
+    const bool is_whole = r.is_valid && r.low == 0 && r.high == kDecodeTileKeys;
+    if (is_whole) {
+      source.copy_whole(a.p.key_cache, keys(of_stage), lane);
+    } else if (r.is_valid) {
+      source.copy_seen(a.p.key_cache, r, keys(of_stage), lane);
+    }
     commit_copies();
-    if (r.is_valid) copy_tile<C>(a, a.p.value_cache, r, values(of_stage), lane);
+    if (is_whole) {
+      source.copy_whole(a.p.value_cache, values(of_stage), lane);
+    } else if (r.is_valid) {
+      source.copy_seen(a.p.value_cache, r, values(of_stage), lane);
+    }
     commit_copies();
   }
 
@@ -60,7 +70,7 @@ __device__ __forceinline__ void step(const Arguments& a, const Walk& walk, const
     scores<C>(queries, ring.keys(stages[i]), lane, s[i]);
     adjust<C>(a, queries, (walk.entry.first_tile + tile + i * C::kWarps) * kDecodeTileKeys, lane, s[i]);
   }
-  weigh<C, kTiles>(s, o);
+  weigh<C, kTiles>(a, queries, s, o);
   ring.template wait_values<kTiles>();
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) add_values<C>(s[i], ring.values(stages[i]), lane, o);
@@ -148,9 +158,11 @@ __device__ __forceinline__ void run_worker(const Arguments& a, char* memory) {
   }
 }
 
-// Kernels with a deep ring are for sm_90 and later, those with a shallow one for devices before.
+// Kernels with a deep ring are for sm_90 and later, those with a shallow one for devices before; but an 8-bit cache of
+// narrow heads needs no deep ring anywhere.
 template <typename C>
 __host__ __device__ constexpr bool is_for_this_architecture() {
+  if (C::kIs8Bit && C::kHeadSize <= 128) return true;
 #if defined(__CUDA_ARCH__)
   return (C::kSharedBytes > kSmallSharedBytes) == (__CUDA_ARCH__ >= 900);
 #else

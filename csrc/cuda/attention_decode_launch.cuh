@@ -8,14 +8,16 @@
 namespace pagemill::cuda::decode {
 
 // Rings as deep as shared memory allows: enough bytes in flight are what bandwidth takes. sm_90 and later have 227 KB a
-// multiprocessor; the others get by with the 99 KB of sm_86 and sm_89.
+// multiprocessor; the others get by with the 99 KB of sm_86 and sm_89. An 8-bit cache of narrow heads gains more from
+// what that leaves to the first-level cache.
 template <typename T, int kHeadSize, Cache kCache, bool kIsLarge>
 struct Tuning {
   static constexpr int kRowBytes = kHeadSize * (kCache == Cache::k16Bit ? 2 : 1);
   static constexpr int kStageKilobytes = (kRowBytes + 127) / 128 * 4;
   static constexpr bool kIsWide = kHeadSize > 128;
   static constexpr int kWarps = kIsLarge || !kIsWide ? 4 : 2;
-  static constexpr int kRingKilobytes = kIsLarge ? (kIsWide ? 192 : 96) : 64;
+  static constexpr bool kIsDeep = kIsLarge && (kIsWide || kCache == Cache::k16Bit);
+  static constexpr int kRingKilobytes = kIsDeep ? (kIsWide ? 192 : 96) : 64;
   static constexpr int kStages = kRingKilobytes / (kWarps * kStageKilobytes);
   static constexpr int kBlocks = kIsWide ? 1 : 2;  // that registers leave room for
   using C = Config<T, kHeadSize, kCache, kWarps, kStages>;
@@ -37,6 +39,8 @@ inline Arguments make_arguments(const PagedAttentionParams& p, const AttentionLa
   a.group = p.num_query_heads / p.num_kv_heads;
   a.inverse_group = 1.0f / static_cast<float>(a.group);
   a.block_size_log2 = __builtin_ctz(static_cast<unsigned>(p.block_size));
+  a.block_bytes =
+      static_cast<uint32_t>(int64_t{p.num_kv_heads} * p.block_size * p.head_size * kv_bytes(p.kv_dtype, p.dtype));
   return a;
 }
 

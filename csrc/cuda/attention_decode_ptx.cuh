@@ -105,28 +105,43 @@ __device__ __forceinline__ void let_next_kernel_launch() {
 #endif
 }
 
-// Four numbers of 8 bits as float16, exactly: even has the first and third, odd the second and fourth.
+// Two numbers of 8 bits as float16, exactly: the bytes of `pair`.
 template <bool kE4M3>
-__device__ __forceinline__ void widen(uint32_t four, uint32_t& even, uint32_t& odd) {
-  if constexpr (!kE4M3) {
+__device__ __forceinline__ uint32_t widen_pair(uint32_t pair) {
+  uint32_t wide;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  if constexpr (kE4M3) {
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(static_cast<uint16_t>(pair)));
+    return wide;
+  }
+#endif
+  wide = __byte_perm(pair, 0, 0x1404);
+  if constexpr (kE4M3) {
+    // Read as float16, the exponent has a bias of 15 instead of 7. NaN would be 480, which alone overflows when it is
+    // multiplied with 142: infinity times 0 makes it NaN again.
+    wide = (wide & 0x80008000u) | ((wide & 0x7f007f00u) >> 1);
+    const __half2 number = __hmul2(reinterpret_cast<const __half2&>(wide), __float2half2_rn(256.0f));
+    const __half2 exact = __hfma2(__hmul2(number, __float2half2_rn(142.0f)), __float2half2_rn(0.0f), number);
+    wide = reinterpret_cast<const uint32_t&>(exact);
+  }
+  return wide;
+}
+
+// Four numbers in order.
+template <bool kE4M3>
+__device__ __forceinline__ void widen(uint32_t four, uint32_t& first, uint32_t& second) {
+  first = widen_pair<kE4M3>(four);
+  second = widen_pair<kE4M3>(four >> 16);
+}
+
+// Even has the first and third of four, odd the second and fourth.
+template <bool kE4M3>
+__device__ __forceinline__ void widen_apart(uint32_t four, uint32_t& even, uint32_t& odd) {
+  if constexpr (kE4M3) {
+    widen<true>(__byte_perm(four, 0, 0x3120), even, odd);
+  } else {
     even = __byte_perm(four, 0, 0x2404);
     odd = four & 0xff00ff00u;
-  } else {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-    // Read as float16, the exponent has a bias of 15 instead of 7.
-    const __half2 scale = __half2half2(__float2half(256.0f));
-    const uint32_t up = four << 8;
-    const uint32_t low = (up & 0x80008000u) | ((up >> 1) & 0x3f803f80u);
-    const uint32_t high = (four & 0x80008000u) | ((four >> 1) & 0x3f803f80u);
-    const __half2 even_value = __hmul2(reinterpret_cast<const __half2&>(low), scale);
-    const __half2 odd_value = __hmul2(reinterpret_cast<const __half2&>(high), scale);
-    even = reinterpret_cast<const uint32_t&>(even_value);
-    odd = reinterpret_cast<const uint32_t&>(odd_value);
-#else
-    const uint32_t sorted = __byte_perm(four, 0, 0x3120);
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(even) : "h"(static_cast<uint16_t>(sorted)));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(odd) : "h"(static_cast<uint16_t>(sorted >> 16)));
-#endif
   }
 }
 

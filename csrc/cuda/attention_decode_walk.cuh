@@ -46,6 +46,7 @@ struct Arguments {
   float inverse_group;
   int32_t group;
   int32_t block_size_log2;
+  uint32_t block_bytes;
 };
 
 __device__ __forceinline__ DecodeEntry load_entry(const int32_t* plan, int32_t offset) {
@@ -169,31 +170,64 @@ struct Feed {
   }
 };
 
-// Copies a tile of keys or values; keys that are not seen become zeros.
+// Where a tile lies in a cache, and how a lane copies its part: chunks lane, lane + 32, ... of 16 bytes, which lie in a
+// row in memory within 8 keys.
 template <typename C>
-__device__ __forceinline__ void copy_tile(const Arguments& a, const void* cache, const Request& r, uint32_t shared,
-                                          int32_t lane) {
-  constexpr int kChunks = C::kRowChunks;
-  constexpr int kTotal = kDecodeTileKeys * kChunks;
-  const int64_t block_rows = static_cast<int64_t>(a.p.num_kv_heads) << a.block_size_log2;
-  const char* base = static_cast<const char*>(cache);
-  const char* base0 = base + (max(r.block0, 0) * block_rows + r.row) * C::kRowBytes;
-  const char* base1 = base0;
-  if (a.block_size_log2 < 4) base1 = base + (max(r.block1, 0) * block_rows + r.row - 8) * C::kRowBytes;
-  const bool is_whole = r.low == 0 && r.high == kDecodeTileKeys;
-#pragma unroll
-  for (int j = 0; j < (kTotal + 31) / 32; ++j) {
-    const int i = lane + 32 * j;
-    if (kTotal % 32 != 0 && i >= kTotal) break;
-    const int row = i / kChunks, chunk = i % kChunks;
-    const char* source = (row < 8 ? base0 : base1) + i * 16;
-    const uint32_t target = shared + (chunk / 8) * C::kPanelBytes + row * 128 + (((chunk % 8) ^ (row & 7)) << 4);
-    if (is_whole) {
-      copy_async(target, source);
-    } else {
-      copy_async_or_zero(target, source, row >= r.low && row < r.high ? 16 : 0);
+struct TileSource {
+  static constexpr int kChunks = C::kRowChunks;
+  static constexpr int kTotal = kDecodeTileKeys * kChunks;
+  static constexpr int kCopies = (kTotal + 31) / 32;
+  // A copy of the warp is whole rows, a power of two of them: a lane's row and column then differ from copy to copy by
+  // constants, in the swizzled place too.
+  static constexpr bool kIsRegular = kChunks <= 32 && 32 % kChunks == 0;
+  int64_t first, second;  // bytes from the cache's start to the lane's part of keys 0-7, and of 8-15 less 8 rows
+
+  __device__ __forceinline__ TileSource(const Arguments& a, const Request& r, int32_t lane) {
+    const uint32_t in_block = static_cast<uint32_t>(r.row * C::kRowBytes + lane * 16);
+    first = static_cast<uint64_t>(static_cast<uint32_t>(max(r.block0, 0))) * a.block_bytes + in_block;
+    second = first;
+    if (a.block_size_log2 < 4) {
+      second = static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(max(r.block1, 0))) * a.block_bytes) +
+               in_block - 8 * C::kRowBytes;
     }
   }
-}
+
+  __device__ __forceinline__ static uint32_t place(int32_t i) {
+    const int32_t row = i / kChunks, chunk = i % kChunks;
+    return (chunk / 8) * C::kPanelBytes + row * 128 + (((chunk % 8) ^ (row & 7)) << 4);
+  }
+
+  __device__ __forceinline__ void copy_whole(const void* cache, uint32_t shared, int32_t lane) const {
+    const char* const low = static_cast<const char*>(cache) + first;
+    const char* const high = static_cast<const char*>(cache) + second;
+    if constexpr (kIsRegular) {
+      constexpr int kRows = 32 / kChunks;
+      const uint32_t target = shared + place(lane);
+#pragma unroll
+      for (int j = 0; j < kCopies; ++j) {
+        copy_async((target ^ ((kRows * j & 7) << 4)) + kRows * j * 128, (kRows * j < 8 ? low : high) + j * 512);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kCopies; ++j) {
+        const int32_t i = lane + 32 * j;
+        if (kTotal % 32 != 0 && i >= kTotal) break;
+        copy_async(shared + place(i), (i < 8 * kChunks ? low : high) + j * 512);
+      }
+    }
+  }
+
+  // Keys that are not seen become zeros.
+  __device__ __forceinline__ void copy_seen(const void* cache, const Request& r, uint32_t shared, int32_t lane) const {
+    const char* const low = static_cast<const char*>(cache) + first;
+    const char* const high = static_cast<const char*>(cache) + second;
+#pragma unroll 1
+    for (int i = lane; i < kTotal; i += 32) {
+      const int32_t row = i / kChunks;
+      const char* const source = (row < 8 ? low : high) + (i - lane) * 16;
+      copy_async_or_zero(shared + place(i), source, row >= r.low && row < r.high ? 16 : 0);
+    }
+  }
+};
 
 }  // namespace pagemill::cuda::decode
