@@ -200,19 +200,22 @@ __device__ inline void run_items(const PagedAttentionParams& p, const int32_t* p
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ Item items[2];
   __shared__ int32_t first_pages[2][32];
+  __shared__ int next_item;  // kept here while an item has all registers
   const int num_items = reinterpret_cast<const PlanHeader*>(plan)->num_prefill_tiles * p.num_query_heads;
-  int next = blockIdx.x;
-  for (int turn = 0;; ++turn) {
+  int index = blockIdx.x;
+  for (int turn = 0; index < num_items; ++turn) {
     const int place = turn & 1;
-    if (threadIdx.x < 32 && next < num_items) {
-      const Item item = find_item<Tile>(p, plan, next);
+    if (threadIdx.x < 32) {
+      const Item item = find_item<Tile>(p, plan, index);
       first_pages[place][threadIdx.x] = find_page(p, item, item.begin_key + 8 * threadIdx.x);
       if (threadIdx.x == 0) items[place] = item;
     }
     __syncthreads();
-    if (next >= num_items) return;
+    if (threadIdx.x == 0) {
+      next_item = (turn + 1) * gridDim.x + (place == 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    }
     attend<Tile, T, kIs8Bit>(p, items[place], first_pages[place][threadIdx.x & 31], shared);
-    next = (turn + 1) * gridDim.x + (place == 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    index = next_item;
   }
 }
 

@@ -65,39 +65,28 @@ __device__ inline void copy_rows(const PagedAttentionParams& p, uint32_t keys, u
   }
 }
 
-// 8-bit numbers become 16-bit ones by moving their bits: sign to the top, exponent and mantissa below the place where
-// the wider exponent ends; the difference of the exponents' biases is a factor, and all steps are exact.
-struct Fp8Expansion {
-  int shift;        // of exponent and mantissa to the right, from the byte's place at the top
-  uint32_t factor;  // twice, as 16-bit numbers
-};
-
-template <typename T>
-__device__ inline Fp8Expansion fp8_expansion(KvDType kv_dtype) {
-  constexpr bool kIsBFloat16 = std::is_same_v<T, __nv_bfloat16>;
-  if (kv_dtype == KvDType::kFp8E4M3) {
-    return kIsBFloat16 ? Fp8Expansion{4, 0x7b807b80u} : Fp8Expansion{1, 0x5c005c00u};  // 2^120, 2^8
-  }
-  return kIsBFloat16 ? Fp8Expansion{3, 0x77807780u} : Fp8Expansion{0, 0x3c003c00u};  // 2^112, 1
+// Four 8-bit numbers as float16, exactly: also infinities and NaN.
+template <bool kIsE4M3>
+__device__ inline uint2 widen_four(uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  if constexpr (kIsE4M3) return {widen_e4m3(static_cast<uint16_t>(bytes)), widen_e4m3(bytes >> 16)};
+#endif
+  uint2 four{__byte_perm(bytes, 0, 0x1404), __byte_perm(bytes, 0, 0x3424)};
+  if constexpr (kIsE4M3) four = {widen_e4m3_by_bits(four.x), widen_e4m3_by_bits(four.y)};
+  return four;
 }
 
-// Two bytes at bits 8 .. 15 and 24 .. 31.
-template <typename T>
-__device__ inline uint32_t expand_pair(uint32_t bytes, const Fp8Expansion& expansion) {
-  const uint32_t magnitude = (bytes & 0x7f007f00u) >> expansion.shift;
-  return multiply_pairs<T>(magnitude | (bytes & 0x80008000u), expansion.factor);
-}
-
-// Four numbers in order.
-template <typename T>
-__device__ inline uint2 expand_four(uint32_t bytes, const Fp8Expansion& expansion) {
-  return {expand_pair<T>(__byte_perm(bytes, 0, 0x1404), expansion),
-          expand_pair<T>(__byte_perm(bytes, 0, 0x3424), expansion)};
+template <typename T, bool kIsE4M3>
+__device__ inline uint2 expand_four(uint32_t bytes) {
+  const uint2 four = widen_four<kIsE4M3>(bytes);
+  if constexpr (std::is_same_v<T, __half>) return four;
+  const float2 low = unpack_half(four.x), high = unpack_half(four.y);
+  return {pack<T>(low.x, low.y), pack<T>(high.x, high.y)};
 }
 
 // From rows of kHeadSize bytes without gaps to 16-bit rows in RowLayout.
-template <typename T, int kKeys, int kThreads, int kHeadSize>
-__device__ inline void expand_tile(uint8_t* destination, const uint8_t* source, const Fp8Expansion& expansion) {
+template <typename T, bool kIsE4M3, int kKeys, int kThreads, int kHeadSize>
+__device__ inline void expand_tile(uint8_t* destination, const uint8_t* source) {
   constexpr int kChunks = kHeadSize / 8;
   constexpr int kTotal = kKeys * kChunks;
 #pragma unroll
@@ -105,7 +94,7 @@ __device__ inline void expand_tile(uint8_t* destination, const uint8_t* source, 
     const uint32_t index = threadIdx.x + i * kThreads;
     if (kTotal % kThreads != 0 && index >= kTotal) break;
     const uint2 bytes = *reinterpret_cast<const uint2*>(source + index * 8);
-    const uint2 low = expand_four<T>(bytes.x, expansion), high = expand_four<T>(bytes.y, expansion);
+    const uint2 low = expand_four<T, kIsE4M3>(bytes.x), high = expand_four<T, kIsE4M3>(bytes.y);
     *reinterpret_cast<uint4*>(destination + RowLayout<kHeadSize>::offset(index / kChunks, index % kChunks)) = {
         low.x, low.y, high.x, high.y};
   }

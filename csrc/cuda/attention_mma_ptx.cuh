@@ -84,16 +84,24 @@ __device__ inline float exp2_approx(float x) {
   return y;
 }
 
-// a * b for two numbers each; exact where the product can be written.
-template <typename T>
-__device__ inline uint32_t multiply_pairs(uint32_t a, uint32_t b) {
-  uint32_t product;
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
-  } else {
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
-  }
-  return product;
+__device__ inline float2 unpack_half(uint32_t pair) { return __half22float2(reinterpret_cast<const __half2&>(pair)); }
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+// Two adjacent numbers as float16.
+__device__ inline uint32_t widen_e4m3(uint16_t pair) {
+  uint32_t wide;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"(pair));
+  return wide;
+}
+#endif
+
+// The same of bytes at bits 8 .. 15 and 24 .. 31. Read as float16, the exponent has a bias of 15 instead of 7. NaN
+// would be 480, which alone overflows when it is multiplied with 142: infinity times 0 makes it NaN again.
+__device__ inline uint32_t widen_e4m3_by_bits(uint32_t pair) {
+  const uint32_t bits = (pair & 0x80008000u) | ((pair & 0x7f007f00u) >> 1);
+  const __half2 number = __hmul2(reinterpret_cast<const __half2&>(bits), __float2half2_rn(256.0f));
+  const __half2 exact = __hfma2(__hmul2(number, __float2half2_rn(142.0f)), __float2half2_rn(0.0f), number);
+  return reinterpret_cast<const uint32_t&>(exact);
 }
 
 }  // namespace pagemill::cuda::mma

@@ -26,9 +26,11 @@ class TileStream {
     __syncthreads();
     keys = base_;
     if constexpr (kIs8Bit) {
-      const Fp8Expansion expansion = fp8_expansion<T>(params_.kv_dtype);
-      expand(0, expansion);
-      expand(1, expansion);
+      if (params_.kv_dtype == KvDType::kFp8E4M3) {
+        expand<true>();
+      } else {
+        expand<false>();
+      }
       __syncthreads();
     } else {
       keys += stage_;
@@ -41,9 +43,13 @@ class TileStream {
  private:
   static constexpr int kRowChunks = Tile::kHeadSize * (kIs8Bit ? 1 : 2) / 16;  // in the cache
 
-  __device__ void expand(int which, const Fp8Expansion& expansion) {
-    expand_tile<T, Tile::kKeys, Tile::kThreads, Tile::kHeadSize>(
-        shared_ + which * Tile::kTileBytes, shared_ + 2 * Tile::kTileBytes + which * Tile::kRawBytes, expansion);
+  template <bool kIsE4M3>
+  __device__ void expand() {
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+      expand_tile<T, kIsE4M3, Tile::kKeys, Tile::kThreads, Tile::kHeadSize>(
+          shared_ + which * Tile::kTileBytes, shared_ + 2 * Tile::kTileBytes + which * Tile::kRawBytes);
+    }
   }
 
   // Of the tile whose pages have been looked up; looks up those of the next, long before they are asked for.

@@ -111,10 +111,26 @@ __device__ inline void copy_16_async(float* destination, const void* source, int
 
 __device__ inline void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// An 8-bit number's bits moved to where a float has them; the difference of the exponents' biases is a factor.
-__device__ inline float expand_fp8(uint32_t byte, int shift, float factor) {
-  return __uint_as_float((byte & 0x80u) << 24 | (byte & 0x7fu) << shift) * factor;
-}
+// How an 8-bit number becomes a float: its bits are moved to where a float has them, and the difference of the
+// exponents' biases is a factor. From `special` on a magnitude is infinity or NaN.
+struct Fp8Rule {
+  int shift;
+  float factor;
+  uint32_t special, special_bits;  // the latter are set in such a number
+
+  __device__ explicit Fp8Rule(KvDType dtype) {
+    const bool is_e4m3 = dtype == KvDType::kFp8E4M3;
+    shift = is_e4m3 ? 20 : 21;
+    factor = is_e4m3 ? 0x1p120f : 0x1p112f;
+    special = is_e4m3 ? 0x7f : 0x7c;
+    special_bits = is_e4m3 ? 0x7fc00000u : 0x7f800000u;
+  }
+
+  __device__ float operator()(uint32_t byte) const {
+    const uint32_t magnitude = byte & 0x7fu, bits = (byte & 0x80u) << 24 | magnitude << shift;
+    return magnitude < special ? __uint_as_float(bits) * factor : __uint_as_float(bits | special_bits);
+  }
+};
 
 // Rows of the cache that begin at first_key; rows from end_key on and rows without a page become zeros.
 template <typename S, bool kIs8Bit>
@@ -135,9 +151,7 @@ __device__ inline void load_tile(const PagedAttentionParams& p, const RowRange& 
         is_present ? ((int64_t{page} * p.num_kv_heads + range.kv_head) << block_bits) + (key & (p.block_size - 1)) : 0;
     float* to = destination + row * row_stride + column;
     if constexpr (kIs8Bit) {
-      const bool is_e4m3 = p.kv_dtype == KvDType::kFp8E4M3;
-      const int shift = is_e4m3 ? 20 : 21;
-      const float factor = is_e4m3 ? 0x1p120f : 0x1p112f;
+      const Fp8Rule rule(p.kv_dtype);
       uint4 bytes = make_uint4(0, 0, 0, 0);
       if (is_present) {
         bytes = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(cache) + cache_row * S::kHeadSize + column);
@@ -145,9 +159,8 @@ __device__ inline void load_tile(const PagedAttentionParams& p, const RowRange& 
       const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        *reinterpret_cast<float4*>(to + w * 4) =
-            make_float4(expand_fp8(words[w] & 0xff, shift, factor), expand_fp8(words[w] >> 8 & 0xff, shift, factor),
-                        expand_fp8(words[w] >> 16 & 0xff, shift, factor), expand_fp8(words[w] >> 24, shift, factor));
+        *reinterpret_cast<float4*>(to + w * 4) = make_float4(rule(words[w] & 0xff), rule(words[w] >> 8 & 0xff),
+                                                             rule(words[w] >> 16 & 0xff), rule(words[w] >> 24));
       }
     } else {
       copy_16_async(to, static_cast<const float*>(cache) + cache_row * S::kHeadSize + column, is_present ? 16 : 0);

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from attention_reference import TOLERANCE, PagedBatch, assert_matches
+from attention_reference import TOLERANCE, PagedBatch, as_bytes, assert_matches
 from conftest import AVAILABLE_ISAS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,6 +48,28 @@ def test_an_8_bit_cache_matches_float64_of_the_stored_numbers(
     assert_matches(
         PagedBatch(contexts, queries, head_size=head_size, dtype=dtype, kv_dtype=kv_dtype, device=device),
     )
+
+
+@pytest.mark.parametrize("kv_dtype", FP8_DTYPES, ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("queries", [1, 70], ids=["decode", "prefill"])
+def test_nan_in_an_8_bit_cache_is_nan_where_it_is_seen_and_nowhere_else(
+    device: str, dtype: torch.dtype, kv_dtype: torch.dtype, queries: int
+) -> None:
+    batch = PagedBatch([100, 100], [queries, queries], dtype=dtype, kv_dtype=kv_dtype, device=device)
+    clean = batch.run()
+    page = int(batch.block_tables[0, 0])
+    as_bytes(batch.value_cache)[page, 0, 5, 3] = 0xFF
+    group = batch.num_query_heads // batch.num_kv_heads
+    seen = torch.zeros_like(clean, dtype=torch.bool)
+    seen[:queries, :group, 3] = True
+    out = batch.run()
+    assert torch.equal(out.isnan(), seen)
+    assert torch.equal(out[~seen], clean[~seen])
+    as_bytes(batch.key_cache)[page, 1, 5, 3] = 0x7F
+    seen[:queries, group:] = True
+    out = batch.run()
+    assert torch.equal(out.isnan(), seen)
+    assert torch.equal(out[~seen], clean[~seen])
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
