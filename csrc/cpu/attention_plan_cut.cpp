@@ -23,9 +23,13 @@ constexpr double kMinDynamicTiles = 40.0;
 // Few long pairs: with up to this many tiles to each worker, further pieces cost more to join than they gain.
 constexpr double kMaxEqualTiles = 512.0;
 constexpr double kUniformSlack = 1.1;     // longest pair over the mean one
-constexpr double kOnePassSlack = 1.1;     // time of one pass over that of a perfect balance, with few tiles
-constexpr double kEqualSlack = 1.06;      // the same of equal units, with more
+constexpr double kEqualSlack = 1.06;      // time of equal units over that of a perfect balance
+constexpr double kRaggedSlack = 1.5;      // the same of unequal pairs with few tiles: cuts at any place cost as much
 constexpr double kShortPairShare = 0.15;  // of a worker's work: pairs as short as this balance by themselves
+// Pairs of up to this many tiles stay whole: cuts cost more than what is out of balance, unless a pair is much more
+// than a worker's work.
+constexpr int64_t kMaxWholeTiles = 192, kMaxUniformWholeTiles = 64;
+constexpr double kMaxWholeShare = 1.5;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -98,6 +102,8 @@ struct Shares {
   double snap;        // of a range, by which its end moves to that of a pair; above 1: always
 };
 constexpr Shares kWholePairs{0.5, 0.3, 0.02, 8, 2.0};
+constexpr Shares kShortPairs{0.7, 0.4, 0.02, 8, 2.0};
+constexpr Shares kManyPairs{0.9, 0.5, 0.02, 8, 2.0};
 constexpr Shares kAnyPosition{0.75, 1.0, 0.12, 32, 0.15};
 
 void cut_dynamically(Plan& plan, int64_t total, int64_t num_workers, const Shares& shares) {
@@ -142,8 +148,18 @@ struct WorkShape {
     return static_cast<double>(longest * num_pairs) <= kUniformSlack * static_cast<double>(total);
   }
   bool suits_whole_pairs() const {
-    if (static_cast<double>(longest) <= kShortPairShare * ideal()) return true;
-    return is_uniform() && num_pairs >= num_workers && waste(num_pairs) <= kEqualSlack;
+    const double share = static_cast<double>(longest) / ideal();
+    if (share <= kShortPairShare) return true;
+    if (num_pairs < num_workers) return false;
+    if (is_uniform() && waste(num_pairs) <= kEqualSlack) return true;
+    return longest <= (is_uniform() ? kMaxUniformWholeTiles : kMaxWholeTiles) && share <= kMaxWholeShare;
+  }
+  // A claim costs some 3 us, which is much beside a short pair.
+  const Shares& shares_of_pairs() const {
+    constexpr int64_t kTinyTiles = 16, kShortTiles = 64;
+    constexpr double kManyShare = 0.08;
+    if (longest <= kTinyTiles || static_cast<double>(longest) <= kManyShare * ideal()) return kManyPairs;
+    return longest <= kShortTiles ? kShortPairs : kWholePairs;
   }
 };
 
@@ -158,29 +174,27 @@ bool cut_equally(const AttentionPlanParams& p, const WorkShape& work, bool is_sh
   const int64_t piece = ceil_div(work.longest, parts);
   const bool is_limited_by_joining = is_short && parts == best_parts;
   const double ideal = std::max(std::ceil(work.ideal()), static_cast<double>(kMinRangeTiles));
-  if (!is_limited_by_joining && static_cast<double>(piece) > ideal * kEqualSlack) return false;
+  const double slack = work.is_uniform() ? kEqualSlack : kRaggedSlack;
+  if (!is_limited_by_joining && static_cast<double>(piece) > ideal * slack) return false;
   number_pieces(plan, p.num_kv_heads, piece);
   cut_at_pieces(plan, work.total, work.num_workers);
   return true;
 }
 
-void cut_for_v1(const WorkShape& work, bool is_short, Plan& plan) {
-  if (is_short || work.num_pairs <= work.num_workers) {
+void cut_for_v1(const WorkShape& work, Plan& plan) {
+  if (work.num_pairs <= work.num_workers) {
     cut_at_pieces(plan, work.total, work.num_workers);
   } else {
-    cut_dynamically(plan, work.total, work.num_workers, kWholePairs);
+    cut_dynamically(plan, work.total, work.num_workers, work.shares_of_pairs());
   }
 }
 
 // Pieces are whole pairs when this is called.
 void cut_by_shape(const AttentionPlanParams& p, const WorkShape& work, Plan& plan) {
   const bool is_short = work.ideal() < kMinDynamicTiles;
-  const bool is_one_pass = is_short ? work.is_uniform() && work.num_pairs >= work.num_workers / 2 &&
-                                          work.waste(work.num_pairs) <= kOnePassSlack
-                                    : work.suits_whole_pairs();
-  if (p.version == AttentionVersion::kV1 || is_one_pass) {
+  if (p.version == AttentionVersion::kV1 || work.suits_whole_pairs()) {
     plan.version = p.version == AttentionVersion::kV2 ? 2 : 1;
-    return cut_for_v1(work, is_short, plan);
+    return cut_for_v1(work, plan);
   }
   plan.version = 2;
   const bool is_long = work.ideal() > kMaxEqualTiles;
