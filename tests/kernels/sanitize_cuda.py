@@ -3,7 +3,8 @@
     PYTHONPATH=tests/kernels compute-sanitizer --tool memcheck --error-exitcode 1 python tests/kernels/sanitize_cuda.py
     PYTHONPATH=tests/kernels compute-sanitizer --tool racecheck --error-exitcode 1 python tests/kernels/sanitize_cuda.py
 
-Arguments name the groups to run; without any, all. Every result is compared with what plain torch gives, loosely: the
+Arguments name the groups to run; without any, all. Prefill under racecheck takes seconds with `--kernel-regex
+kns=prefill` and the group prefill_races. Every result is compared with what plain torch gives, loosely: the
 tests proper do that closely.
 """
 
@@ -65,6 +66,22 @@ def attention_prefill() -> None:
         assert_matches(batch, **options)
         batch.run(lse=lse)
         close(lse.cpu(), batch.reference()[1], dtype)
+
+
+def prefill_races() -> None:
+    """One call of each prefill kernel that goes over several key tiles, small enough for racecheck."""
+    for dtype, kv_dtype in ((torch.bfloat16, None), (torch.bfloat16, FP8[0]), (torch.float32, None)):
+        batch = PagedBatch(
+            [330, 70, 130],
+            [200, 70, 130],
+            num_query_heads=2,
+            num_kv_heads=1,
+            head_size=128,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            device=CUDA,
+        )
+        assert_matches(batch)
 
 
 def attention_merge() -> None:
@@ -235,6 +252,7 @@ GROUPS: dict[str, Callable[[], None]] = {
     for f in (
         attention_decode,
         attention_prefill,
+        prefill_races,
         attention_merge,
         kv_cache,
         elementwise,

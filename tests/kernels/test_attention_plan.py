@@ -217,6 +217,32 @@ def test_a_ragged_batch_is_balanced() -> None:
     assert max(plan.loads()) <= 1.07 * sum(plan.loads()) / 264
 
 
+# Tiles of 16 keys, 32 to 48 of them.
+DECODING_LENS = [512 + 61 * i % 257 for i in range(96)]
+
+
+def test_short_sequences_of_unequal_length_stay_whole() -> None:
+    plan = make_plan(DECODING_LENS, num_workers=100)
+    assert plan.version == 1
+    assert_consistent(plan)
+    assert sum(load > 0 for load in plan.loads()) > 100
+
+
+def test_fewer_unequal_sequences_than_workers_are_cut_into_pieces_of_their_own() -> None:
+    plan = make_plan(DECODING_LENS, num_workers=400)
+    assert plan.version == 2
+    assert_consistent(plan)
+    assert {len(plan.segments(worker)) for worker in plan.workers} == {0, 1}
+    assert max(plan.loads()) == 24
+
+
+def test_a_sequence_much_longer_than_the_others_is_cut() -> None:
+    plan = make_plan([30_000, *DECODING_LENS], num_workers=100)
+    assert plan.version == 2
+    assert_consistent(plan)
+    assert max(plan.loads()) < 30_000 // TILE_KEYS // 4
+
+
 def test_fixed_partitions_do_not_depend_on_the_batch() -> None:
     def pieces(plan: Plan, seq: int) -> set[tuple[int, int, int]]:
         found = [s for worker in plan.workers for s in plan.segments(worker)]
