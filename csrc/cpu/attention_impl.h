@@ -274,8 +274,7 @@ struct Constant {
 };
 
 // Calls the functor with the head size as a constant; false where it is not supported. Builds that check every access
-// leave out sizes that take no other way through the code than the rest: whole chunks of 32, a part of one, the
-// largest.
+// leave out sizes that take no other way through the code than these two: whole chunks of 32, and a part of one.
 template <typename Functor>
 PAGEMILL_INLINE bool with_head_size(int32_t head_size, Functor functor) {
   switch (head_size) {
@@ -292,9 +291,9 @@ PAGEMILL_INLINE bool with_head_size(int32_t head_size, Functor functor) {
       return functor(Constant<128>{}), true;
     case 192:
       return functor(Constant<192>{}), true;
-#endif
     case 256:
       return functor(Constant<256>{}), true;
+#endif
     default:
       return false;
   }
