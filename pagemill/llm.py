@@ -159,6 +159,11 @@ def _as_params(params: Params, count: int, default: SamplingParams) -> list[Samp
         return [default] * count
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or any(not isinstance(each, SamplingParams) for each in params):
+        raise InvalidRequestError(
+            f"sampling_params is {type(params).__name__}, must be SamplingParams or a list of SamplingParams",
+            field="sampling_params",
+        )
     if len(params) != count:
         raise InvalidRequestError(f"{len(params)} sampling_params for {count} prompts", field="sampling_params")
     return list(params)

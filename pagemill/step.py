@@ -106,7 +106,7 @@ class SlotFailure:
 class StepResult:
     """Outcome of one plan: one token per row with `sample` set, in row order (0 where the row failed).
 
-    The last three fields are the worker's own and do not travel.
+    The last two fields are the worker's own and do not travel.
     """
 
     epoch: int

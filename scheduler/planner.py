@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING
 
 from pagemill.errors import PagemillError
@@ -53,6 +53,8 @@ class StepPlanner:
         )
         self._entrance = Entrance(blocks, self._residents, self._forks, caches_prefixes=self._caches_prefixes)
         self._trace_links = TraceLinks()
+        # (step, block) of cached blocks that are full only if a step in flight succeeds
+        self._unproven: deque[tuple[int, int]] = deque()
         self.num_queued_requests = 0
         self.num_queued_tokens = 0
 
@@ -103,7 +105,8 @@ class StepPlanner:
     def keep_cached(self, sequence: Sequence) -> None:
         """Offer what a sequence that is about to end has computed to those that come later."""
         if self._caches_prefixes and sequence.is_resident:
-            self._register_full_blocks(sequence, min(sequence.num_computed, len(sequence.token_ids)))
+            num_tokens = min(sequence.num_computed, len(sequence.token_ids))
+            self._register_full_blocks(sequence, num_tokens, self._residents.last_planned_step)
 
     def forget(self, request: Request) -> None:
         """The whole request has ended."""
@@ -127,16 +130,32 @@ class StepPlanner:
         if not self._caches_prefixes:
             sequence.event_at = sequence.limit - 1
             return
-        self._register_full_blocks(sequence, num_tokens - 1)
+        self._register_full_blocks(sequence, num_tokens - 1, self._residents.last_result_step)
         sequence.event_at = min(sequence.limit - 1, (sequence.num_registered + 1) * self._block_size)
 
     def result_is_back(self, step: int) -> None:
         self._residents.result_is_back(step)
+        while self._unproven and self._unproven[0][0] <= step:
+            self._unproven.popleft()
 
-    def distrust(self, sequence: Sequence) -> None:
-        """Its KV may hold NaN: nobody else shall find its blocks."""
-        self._blocks.uncache(sequence.block_ids)
-        self._blocks.uncache(sequence.request.fork_blocks)
+    def distrust(self, slots: Container[int]) -> dict[int, Sequence]:
+        """Rows of the oldest step in flight failed: nobody else shall find blocks of theirs, ended or evicted ones too.
+
+        Returns by slot whose rows they were, and who already reads blocks that were to be filled since that step.
+        """
+        tables, unproven = self._residents.tables(), {block for _, block in self._unproven}
+        reached: dict[int, Sequence] = {}
+        wrong: set[int] = set()
+        num_reached = -1
+        while num_reached < len(reached):
+            num_reached = len(reached)
+            for sequence, slot, block_ids in tables:
+                if slot not in reached and (slot in slots or not wrong.isdisjoint(block_ids)):
+                    reached[slot] = sequence
+                    wrong |= unproven.intersection(block_ids)
+                    self._blocks.uncache(block_ids)
+                    self._blocks.uncache(sequence.request.fork_blocks)
+        return reached
 
     # A step.
 
@@ -222,7 +241,7 @@ class StepPlanner:
         for sequence in planned:
             # Only now: within this step nobody may rely on what this step computes.
             if self._caches_prefixes:
-                self._register_full_blocks(sequence, sequence.num_computed)
+                self._register_full_blocks(sequence, sequence.num_computed, plan.step)
         for sequence in sampled:
             self._start_decoding(sequence, plan.step)
         return rows + sampled if sampled else rows
@@ -297,12 +316,15 @@ class StepPlanner:
         for child in children:
             self._waiting.push(child, step)
 
-    def _register_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+    def _register_full_blocks(self, sequence: Sequence, num_tokens: int, step: int) -> None:
+        """Offer what the sequence has computed once the result of `step` is back."""
         num_full = num_tokens // self._block_size
         if num_full > sequence.num_registered:
             keys = sequence.keys(num_full, self._block_size)
             for number in range(sequence.num_registered, num_full):
                 self._blocks.register(sequence.block_ids[number], keys[number])
+                if step > self._residents.last_result_step:
+                    self._unproven.append((step, sequence.block_ids[number]))
             sequence.num_registered = num_full
 
     # Proof.

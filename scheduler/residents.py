@@ -31,7 +31,7 @@ class Residents:
         self._released_slots: list[int] = []  # to be told to the worker
         self._slot_owner: list[Sequence | None] = [None] * num_slots
         self._deferred: list[_Deferred] = []
-        self._last_result_step = -1
+        self.last_result_step = -1
         self.last_planned_step = -1
         self._priorities: Counter[int] = Counter()
         self._count = 0
@@ -105,7 +105,7 @@ class Residents:
 
     def give_back(self, block_ids: list[int], last_step: int, slot: int = -1) -> None:
         """Release blocks and slot, after the result of `last_step` if that is still to come."""
-        if last_step > self._last_result_step:
+        if last_step > self.last_result_step:
             self._deferred.append(_Deferred(last_step, block_ids, slot))
         else:
             self._release(block_ids, slot)
@@ -119,7 +119,7 @@ class Residents:
 
     def result_is_back(self, step: int) -> None:
         """No step up to this one is in flight any more."""
-        self._last_result_step = step
+        self.last_result_step = step
         if self._deferred:
             due = [d for d in self._deferred if d.step <= step]
             self._deferred = [d for d in self._deferred if d.step > step]
@@ -149,6 +149,15 @@ class Residents:
     def all(self) -> list[Sequence]:
         """All sequences in slots."""
         return [s for slot, s in enumerate(self._slot_owner) if s is not None and s.slot == slot]
+
+    def tables(self) -> list[tuple[Sequence, int, list[int]]]:
+        """Sequence, slot and blocks of all in slots, and of all that left while a step in flight refers to theirs."""
+        tables = [(s, s.slot, s.block_ids) for s in self.all()]
+        for deferred in self._deferred:
+            owner = self._slot_owner[deferred.slot] if deferred.slot >= 0 else None
+            if owner is not None:
+                tables.append((owner, deferred.slot, deferred.block_ids))
+        return tables
 
     def last_in_line(self) -> Sequence | None:
         """The sequence of worst rank that could be evicted with gain."""

@@ -215,11 +215,8 @@ class Scheduler:
         """
         rows = self._rows_of(result)
         self._in_flight.popleft()
-        for failure in result.failures:
-            sequence = self._planner.at_slot(failure.slot)
-            if sequence is not None and sequence.state is not _FINISHED:
-                self._planner.distrust(sequence)
-                self._fail(sequence.request, NumericalError(failure.message or "the model produced NaN logits"))
+        if result.failures:
+            self._fail_rows(result)
         for chunk in result.prompt_logprobs:
             self._take_prompt_logprobs(chunk)
         dropped: set[Sequence] = set()
@@ -239,6 +236,19 @@ class Scheduler:
             self._observer.tokens(len(rows) - len(dropped) - num_first)
         self._planner.result_is_back(result.step)
         return self._outputs.take()
+
+    def _fail_rows(self, result: StepResult) -> None:
+        messages = {failure.slot: failure.message for failure in result.failures}
+        for slot, sequence in self._planner.distrust(messages).items():
+            if sequence.state is _FINISHED:
+                continue
+            if result.ran_out_of_memory:
+                # Nothing was computed: who began with blocks of that step cannot go on either.
+                message = messages.get(slot, "out of memory in the step that computed a shared prefix")
+                self._fail(sequence.request, PagemillError(message))
+            elif slot in messages:
+                # NaN goes to who shares it, and fails its rows in turn.
+                self._fail(sequence.request, NumericalError(messages[slot] or "the model produced NaN logits"))
 
     def take_outputs(self) -> StepOutputs:
         """What happened outside steps."""

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from pagemill import sampling_params
-from pagemill.errors import InvalidRequestError, PagemillError
+from pagemill.errors import InvalidRequestError, OverloadedError, PagemillError
 from pagemill.step import (
     NewSequence,
     PromptChunkLogprobs,
@@ -91,6 +91,7 @@ def result_from_proto(msg: worker_pb2.StepResult) -> StepResult:
             for chunk in msg.prompt_logprobs
         ],
         failures=[SlotFailure(failure.slot, failure.error.message) for failure in msg.failures],
+        ran_out_of_memory=any(failure.error.code == OverloadedError.grpc_code for failure in msg.failures),
         forward_ns=msg.forward_ns,
         sample_ns=msg.sample_ns,
         gap_ns=msg.gap_ns,

@@ -6,7 +6,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 from pagemill import sampling_params
-from pagemill.errors import NumericalError
+from pagemill.errors import NumericalError, OverloadedError
 from pagemill.step import NewSequence, SlotSampling, StepPlan, StepResult, TokenLogprobs, WorkerCapacity
 from pagemill.v1 import common_pb2, worker_pb2
 
@@ -71,6 +71,7 @@ def _columns_to_proto(logprobs: TokenLogprobs) -> common_pb2.LogprobColumns:
 
 def result_to_proto(result: StepResult) -> worker_pb2.WorkerMessage:
     """The message that carries a result up."""
+    code = OverloadedError.grpc_code if result.ran_out_of_memory else NumericalError.grpc_code
     return worker_pb2.WorkerMessage(
         result=worker_pb2.StepResult(
             epoch=result.epoch,
@@ -89,7 +90,7 @@ def result_to_proto(result: StepResult) -> worker_pb2.WorkerMessage:
             failures=[
                 worker_pb2.SlotFailure(
                     slot=failure.slot,
-                    error=common_pb2.Error(code=NumericalError.grpc_code, message=failure.message),
+                    error=common_pb2.Error(code=code, message=failure.message),
                 )
                 for failure in result.failures
             ],

@@ -75,6 +75,13 @@ def test_a_prompt_of_another_kind_is_refused(llm: LLM, prompts: object) -> None:
         llm.chat("hi", use_tqdm=False)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, 3, "greedy", [{"max_tokens": 3}]])
+def test_sampling_params_of_another_kind_are_refused(llm: LLM, params: object) -> None:
+    with pytest.raises(InvalidRequestError, match="must be SamplingParams") as caught:
+        llm.generate("a", params, use_tqdm=False)  # type: ignore[arg-type]
+    assert caught.value.field == "sampling_params"
+
+
 def test_a_variable_of_the_kernels_is_judged_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEMILL_CPU_ISA", "foo")
     with pytest.raises(ConfigError, match="PAGEMILL_CPU_ISA"):

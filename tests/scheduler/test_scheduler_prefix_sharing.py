@@ -8,7 +8,7 @@ import pytest
 from scheduler_fakes import Driver, FakeModel, expected_tokens
 
 from pagemill.sampling_params import SamplingParams
-from pagemill.step import StepResult, WorkerCapacity
+from pagemill.step import SlotFailure, StepPlan, StepResult, WorkerCapacity
 from scheduler.admission import SchedulerLimits
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import NewRequest
@@ -107,3 +107,73 @@ def test_who_waited_for_a_prefix_computes_it_when_the_other_is_gone() -> None:
     del prompts[0]
     assert_tokens(driver, prompts)
     assert driver.model.num_tokens_computed <= 64 + 16 + 3 * (4 + 5)
+
+
+def out_of_memory(plan: StepPlan) -> StepResult:
+    failures = [SlotFailure(slot, "out of memory") for slot in plan.slots]
+    return StepResult(plan.epoch, plan.step, [0] * sum(plan.sample), failures=failures, ran_out_of_memory=True)
+
+
+def planned(core: Scheduler) -> StepPlan:
+    plan = core.schedule()
+    assert plan is not None
+    return plan
+
+
+def a_step_that_computes_a_prompt(num_blocks: int = 64) -> tuple[Scheduler, StepPlan]:
+    core = Scheduler(dataclasses.replace(CAPACITY, num_blocks=num_blocks), SchedulerLimits(64, 4, 16, 1024, True))
+    core.add_request(NewRequest(1, list(range(20)), SamplingParams(max_tokens=4, temperature=0)))
+    return core, planned(core)
+
+
+def cached_tokens_of_a_repeat(core: Scheduler) -> int:
+    core.add_request(NewRequest(9, list(range(20)), SamplingParams(max_tokens=4, temperature=0)))
+    (new,) = planned(core).new_sequences
+    return new.num_computed_tokens
+
+
+def test_who_began_with_blocks_of_a_step_that_ran_out_of_memory_ends_with_it() -> None:
+    core, plan = a_step_that_computes_a_prompt()
+    other = NewRequest(3, list(range(50, 70)), SamplingParams(max_tokens=4, temperature=0))
+    core.add_request(NewRequest(2, list(range(20)), SamplingParams(max_tokens=4, temperature=0)))
+    core.add_request(other)
+    following = planned(core)
+    assert sorted(new.num_computed_tokens for new in following.new_sequences) == [0, 16]
+    (output,) = core.update(out_of_memory(plan)).values()
+    assert sorted(failure.handle for failure in output.failures) == [1, 2]
+    num_rows = sum(following.sample)
+    (output,) = core.update(StepResult(following.epoch, following.step, [7] * num_rows)).values()
+    assert (output.handles, output.failures) == ([3], [])
+    assert cached_tokens_of_a_repeat(core) == 0
+    core.check_integrity()
+
+
+def test_nothing_is_cached_of_an_aborted_request_whose_step_ran_out_of_memory() -> None:
+    core, plan = a_step_that_computes_a_prompt()
+    assert core.abort(1)
+    core.update(out_of_memory(plan))
+    assert cached_tokens_of_a_repeat(core) == 0
+
+
+def test_nothing_is_cached_of_an_evicted_request_whose_step_ran_out_of_memory() -> None:
+    core, plan = a_step_that_computes_a_prompt(num_blocks=8)
+    urgent = NewRequest(2, list(range(50, 70)), SamplingParams(max_tokens=4, temperature=0), priority=-1)
+    core.add_request(urgent)
+    core.schedule()
+    assert core.counters.preemptions == 1
+    core.update(out_of_memory(plan))
+    core.abort(2)
+    assert cached_tokens_of_a_repeat(core) == 0
+
+
+def test_a_cached_prefix_survives_the_failure_of_a_later_step() -> None:
+    core, plan = a_step_that_computes_a_prompt()
+    core.update(StepResult(plan.epoch, plan.step, [7]))
+    core.add_request(NewRequest(2, list(range(20)), SamplingParams(max_tokens=4, temperature=0)))
+    failing = planned(core)
+    core.add_request(NewRequest(3, list(range(20)), SamplingParams(max_tokens=4, temperature=0)))
+    following = planned(core)
+    (output,) = core.update(out_of_memory(failing)).values()
+    assert sorted(failure.handle for failure in output.failures) == [1, 2]
+    (output,) = core.update(StepResult(following.epoch, following.step, [7] * sum(following.sample))).values()
+    assert output.handles == [3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pagemill.step import PromptChunkLogprobs, SlotFailure, StepResult, TokenLogprobs, WorkerCapacity
 from pagemill.v1 import common_pb2, worker_pb2
+from scheduler.wire import result_from_proto
 from worker import wire
 
 
@@ -74,6 +75,14 @@ def test_result_survives_the_wire() -> None:
         "NaN",
     )
     assert (message.forward_ns, message.sample_ns, message.gap_ns) == (5, 6, 7)
+    assert not result_from_proto(message).ran_out_of_memory
+
+
+def test_running_out_of_memory_survives_the_wire() -> None:
+    result = StepResult(epoch=1, step=2, failures=[SlotFailure(7, "out of memory")], ran_out_of_memory=True)
+    message = worker_pb2.WorkerMessage.FromString(wire.result_to_proto(result).SerializeToString()).result
+    assert message.failures[0].error.code == 8
+    assert result_from_proto(message).ran_out_of_memory
 
 
 def test_hello_names_the_capacity() -> None:
