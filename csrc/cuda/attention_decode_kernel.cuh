@@ -158,11 +158,10 @@ __device__ __forceinline__ void run_worker(const Arguments& a, char* memory) {
   }
 }
 
-// Kernels with a deep ring are for sm_90 and later, those with a shallow one for devices before; but an 8-bit cache of
-// narrow heads needs no deep ring anywhere.
+// Those of wide heads with a deep ring are for sm_90 and later, those with a shallow one for devices before.
 template <typename C>
 __host__ __device__ constexpr bool is_for_this_architecture() {
-  if (C::kIs8Bit && C::kHeadSize <= 128) return true;
+  if (C::kHeadSize <= 128) return true;
 #if defined(__CUDA_ARCH__)
   return (C::kSharedBytes > kSmallSharedBytes) == (__CUDA_ARCH__ >= 900);
 #else

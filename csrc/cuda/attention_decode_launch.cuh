@@ -7,17 +7,16 @@
 
 namespace pagemill::cuda::decode {
 
-// Rings as deep as shared memory allows: enough bytes in flight are what bandwidth takes. sm_90 and later have 227 KB a
-// multiprocessor; the others get by with the 99 KB of sm_86 and sm_89. An 8-bit cache of narrow heads gains more from
-// what that leaves to the first-level cache.
+// 64 KB in flight for each thread block, two of which share a multiprocessor: deeper rings are slower, for what they
+// take from the first-level cache. Wide heads leave registers for one thread block only, whose ring is deep where
+// shared memory has room: sm_90 and later have 227 KB, sm_86 and sm_89 99 KB.
 template <typename T, int kHeadSize, Cache kCache, bool kIsLarge>
 struct Tuning {
   static constexpr int kRowBytes = kHeadSize * (kCache == Cache::k16Bit ? 2 : 1);
   static constexpr int kStageKilobytes = (kRowBytes + 127) / 128 * 4;
   static constexpr bool kIsWide = kHeadSize > 128;
   static constexpr int kWarps = kIsLarge || !kIsWide ? 4 : 2;
-  static constexpr bool kIsDeep = kIsLarge && (kIsWide || kCache == Cache::k16Bit);
-  static constexpr int kRingKilobytes = kIsDeep ? (kIsWide ? 192 : 96) : 64;
+  static constexpr int kRingKilobytes = kIsLarge && kIsWide ? 192 : 64;
   static constexpr int kStages = kRingKilobytes / (kWarps * kStageKilobytes);
   static constexpr int kBlocks = kIsWide ? 1 : 2;  // that registers leave room for
   using C = Config<T, kHeadSize, kCache, kWarps, kStages>;
