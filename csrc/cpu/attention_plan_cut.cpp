@@ -26,10 +26,12 @@ constexpr double kUniformSlack = 1.1;     // longest pair over the mean one
 constexpr double kEqualSlack = 1.06;      // time of equal units over that of a perfect balance
 constexpr double kRaggedSlack = 1.5;      // the same of unequal pairs with few tiles: cuts at any place cost as much
 constexpr double kShortPairShare = 0.15;  // of a worker's work: pairs as short as this balance by themselves
-// Pairs of up to this many tiles stay whole: cuts cost more than what is out of balance, unless a pair is much more
-// than a worker's work.
-constexpr int64_t kMaxWholeTiles = 192, kMaxUniformWholeTiles = 64;
-constexpr double kMaxWholeShare = 1.5;
+// Pairs of up to this many tiles stay whole: cuts cost more than what is out of balance. What limits a worker alone is
+// several times faster than its share of the device's bandwidth.
+constexpr int64_t kMaxWholeTiles = 192;
+constexpr double kMaxWholeShare = 3.0;  // of a pair in a worker's work
+constexpr int64_t kShortTiles = 64;
+constexpr double kFewLeft = 1.4;  // with fewer pairs to each worker than this, and more than one, few work at the end
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -149,15 +151,17 @@ struct WorkShape {
   }
   bool suits_whole_pairs() const {
     const double share = static_cast<double>(longest) / ideal();
+    const double pairs_each = static_cast<double>(num_pairs) / static_cast<double>(num_workers);
     if (share <= kShortPairShare) return true;
-    if (num_pairs < num_workers) return false;
-    if (is_uniform() && waste(num_pairs) <= kEqualSlack) return true;
-    return longest <= (is_uniform() ? kMaxUniformWholeTiles : kMaxWholeTiles) && share <= kMaxWholeShare;
+    if (is_uniform() && pairs_each >= 1.0 && waste(num_pairs) <= kEqualSlack) return true;
+    if (pairs_each <= 0.5 || longest > kMaxWholeTiles || share > kMaxWholeShare) return false;
+    return longest <= kShortTiles || pairs_each <= 1.0 || pairs_each >= kFewLeft;
   }
   // A claim costs some 3 us, which is much beside a short pair.
   const Shares& shares_of_pairs() const {
-    constexpr int64_t kTinyTiles = 16, kShortTiles = 64;
+    constexpr int64_t kTinyTiles = 16;
     constexpr double kManyShare = 0.08;
+    if (!is_uniform() && ideal() < kMinDynamicTiles) return kWholePairs;
     if (longest <= kTinyTiles || static_cast<double>(longest) <= kManyShare * ideal()) return kManyPairs;
     return longest <= kShortTiles ? kShortPairs : kWholePairs;
   }
