@@ -75,7 +75,12 @@ class ModelRunner:
         return len(self._pass.graphs)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Forget all sequences, and steps in flight with them; the next plan is step 0 of `epoch`."""
+        """Forget all sequences, and steps in flight with them; the next plan is step 0 of `epoch`.
+
+        Waits for those steps: host buffers are used in turn by as many steps as may be in flight.
+        """
+        if self._last_end is not None:
+            self._last_end.wait()
         self._table.clear()
         self._epoch = epoch
         self._next_step = 0

@@ -21,6 +21,15 @@ LongArray = npt.NDArray[np.int64]
 _MAX_HISTORY_INTS = 1 << 31
 
 
+def _check_history(num_slots: int, max_model_len: int) -> None:
+    if num_slots * max_model_len >= _MAX_HISTORY_INTS:
+        raise ConfigError(
+            f"max_num_seqs {num_slots} sequences of max_model_len {max_model_len} tokens are too many: their "
+            f"product must be less than {_MAX_HISTORY_INTS}",
+            field="max_num_seqs",
+        )
+
+
 class SlotStore(Protocol):
     """What kernels read about each slot.
 
@@ -58,6 +67,8 @@ class HostStore:
     """
 
     def __init__(self, num_slots: int, max_model_len: int, max_blocks: int) -> None:
+        """Raises ConfigError for more than kernels can address."""
+        _check_history(num_slots, max_model_len)
         self._token_ids: IntArray = np.zeros((num_slots, max_model_len), dtype=np.int32)
         self._block_ids: IntArray = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self.history = torch.from_numpy(self._token_ids)
@@ -126,12 +137,7 @@ class DeviceStore:
 
     def __init__(self, device: StepDevice, num_slots: int, max_model_len: int, max_blocks: int) -> None:
         """Raises ConfigError for more than kernels can address."""
-        if num_slots * max_model_len >= _MAX_HISTORY_INTS:
-            raise ConfigError(
-                f"max_num_seqs {num_slots} sequences of max_model_len {max_model_len} tokens are too many: their "
-                f"product must be less than {_MAX_HISTORY_INTS}",
-                field="max_num_seqs",
-            )
+        _check_history(num_slots, max_model_len)
         place = device.torch_device
         self.history = torch.zeros((num_slots, max_model_len), dtype=torch.int32, device=place)
         self.block_table = torch.zeros((num_slots, max_blocks), dtype=torch.int32, device=place)

@@ -226,6 +226,10 @@ class TargetChoice:
             )
         if choice.serve_args and not choice.is_started:
             raise ConfigError("--serve-args goes to the server that --serve starts", field="serve_args")
+        try:
+            shlex.split(choice.serve_args)
+        except ValueError as error:
+            raise ConfigError(f"--serve-args is {choice.serve_args!r}: {error}", field="serve_args") from error
         return choice
 
     def backends(self, asked: str | None, default: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from hypothesis import strategies as st
 from scheduled import assert_same, serve
 from worker_harness import Driver, runner_for, save_checkpoint, tiny_model
 
+from pagemill.errors import ConfigError
 from pagemill.sampling_params import SamplingParams
 from pagemill.step import SlotSampling
 from worker.model_runner import ModelRunner
-from worker.step_device import CopyingDevice
+from worker.slots import DeviceStore, HostStore
+from worker.step_device import CopyingDevice, HostMark, Mark
 
 PLACES = [pytest.param("cpu", id="cpu")]
 if torch.cuda.is_available():
@@ -179,6 +182,33 @@ def test_a_new_epoch_drops_steps_in_flight(checkpoint: Path) -> None:
     again = Driver(runner, epoch=3)
     again.add([5, 9, 13])
     assert again.generate(6) == [ids]
+
+
+def test_a_new_epoch_begins_when_steps_in_flight_have_left_the_host_buffers(checkpoint: Path) -> None:
+    reached: list[int] = []
+
+    class CountedMark(HostMark):
+        def wait(self) -> None:
+            reached.append(self.reached_ns)
+
+    class Marked(CopyingDevice):
+        def mark(self) -> Mark:
+            return CountedMark()
+
+    runner = runner_for(checkpoint, step_device=Marked(torch.device("cpu")), block_size=8)
+    driver = Driver(runner)
+    driver.add([7] * 40)
+    steps = [runner.launch(driver.plan(64)[0]) for _ in range(2)]
+    assert steps[1].marks is not None and isinstance(steps[1].marks.end, HostMark)
+    runner.begin_epoch(2)
+    assert steps[1].marks.end.reached_ns in reached
+
+
+@pytest.mark.parametrize("store", [HostStore, partial(DeviceStore, CopyingDevice(torch.device("cpu")))])
+def test_more_history_than_kernels_address_is_refused(store: Any) -> None:
+    with pytest.raises(ConfigError, match=r"max_num_seqs 4096 .* max_model_len 524288") as caught:
+        store(4096, 1 << 19, 1)
+    assert caught.value.field == "max_num_seqs"
 
 
 def test_decode_steps_are_told_from_others(pipelined: ModelRunner) -> None:

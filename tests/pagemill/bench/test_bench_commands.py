@@ -57,6 +57,7 @@ def test_options_of_the_engine_are_those_of_the_server(capsys: pytest.CaptureFix
         (("throughput", "--backend", "tcp"), "--backend tcp: must be of offline, http, grpc"),
         (("latency", "--serve", "--address", "h:1"), "give one of them"),
         (("throughput", "--serve-args", "--x"), "--serve-args goes to the server that --serve starts"),
+        (("throughput", "--serve", "--serve-args", "'--x"), '--serve-args is "\'--x": No closing quotation'),
         (("throughput", "--shape", "tiny", "model"), "--shape tiny and the model 'model': give one of them"),
         (("throughput", "--shape", "tiny", "--batch-sizes", "1,x"), "is no IN/OUT@SIZE"),
         (("throughput", "--shape", "tiny", "--csv", "/nowhere/rows.csv"), "there is no folder /nowhere"),
