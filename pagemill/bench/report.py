@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ THROUGHPUT_COLUMNS = (
     "ttft_ms_p50", "ttft_ms_p99", "elapsed_s_each", *CONTEXT_COLUMNS,
 )  # fmt: skip
 
+_HOLD_KEYS = ("--api-key", "--serve-args")
 _DISTRIBUTION = ("mean", "p50", "p90", "p99", "max")
 
 
@@ -59,8 +61,26 @@ def context(model: str, options: str, label: str) -> dict[str, object]:
         "options": options,
         "version": __version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([*_program(), *sys.argv[1:]]),
+        "command": shlex.join([*_program(), *without_keys(sys.argv[1:])]),
     }
+
+
+def without_keys(words: Sequence[str]) -> list[str]:
+    """Words of a command line as they may be kept: without API keys, also where a server is to get them."""
+    shown = []
+    for before, word in pairwise(["", *words]):
+        option, equals, value = word.partition("=")
+        if before in _HOLD_KEYS:
+            shown.append(_without_key(before, word))
+        elif equals and option in _HOLD_KEYS:
+            shown.append(f"{option}={_without_key(option, value)}")
+        else:
+            shown.append(word)
+    return shown
+
+
+def _without_key(option: str, value: str) -> str:
+    return "KEY" if option == "--api-key" else shlex.join(without_keys(shlex.split(value)))
 
 
 def _program() -> list[str]:

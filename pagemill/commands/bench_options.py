@@ -264,7 +264,7 @@ class TargetChoice:
             from pagemill.bench.server_process import started_server
 
             arguments = [*engine.serve_arguments(), *_queue_options(most_requests), *shlex.split(self.serve_args)]
-            click.echo(f"starting: pagemill serve {shlex.join(arguments)}", err=True)
+            click.echo(f"starting: pagemill serve {shlex.join(report.without_keys(arguments))}", err=True)
             with started_server(arguments) as server:
                 click.echo(f"ready after {server.start_s:.1f} s", err=True)
                 device = device_name(engine.worker().device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shlex
+import sys
 from array import array
 from pathlib import Path
 
@@ -117,6 +119,25 @@ def test_rows_go_to_csv_and_json_as_they_come(tmp_path: Path) -> None:
     assert first.keys() == {
         "backend", "elapsed_s", "num_prompts", "label", "model", "options", "version", "date", "command",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--api-key", "s3cret", "--seed", "1"], ["--api-key", "KEY", "--seed", "1"]),
+        (["--api-key=s3cret", "model"], ["--api-key=KEY", "model"]),
+        (["--serve-args", "--api-key 's3cret, other' --port 1"], ["--serve-args", "--api-key KEY --port 1"]),
+        (["--serve-args=--api-key=s3cret"], ["--serve-args=--api-key=KEY"]),
+        (["--label", "a=b", "--seed=3"], ["--label", "a=b", "--seed=3"]),
+    ],
+)
+def test_rows_keep_the_command_without_api_keys(
+    words: list[str], shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pagemill", *words])
+    command = report.context("m", "", "")["command"]
+    assert isinstance(command, str)
+    assert shlex.split(command) == ["pagemill", *shown]
 
 
 def test_a_file_of_other_columns_and_a_missing_folder_are_refused_before_anything_runs(tmp_path: Path) -> None:
