@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from random import Random
 
 import pytest
 from scheduler_fakes import Driver, FakeModel, expected_tokens
@@ -177,3 +178,43 @@ def test_a_cached_prefix_survives_the_failure_of_a_later_step() -> None:
     assert sorted(failure.handle for failure in output.failures) == [1, 2]
     (output,) = core.update(StepResult(following.epoch, following.step, [7] * sum(following.sample))).values()
     assert output.handles == [3]
+
+
+@dataclasses.dataclass
+class ExhaustedModel(FakeModel):
+    """Some of its steps run out of memory and leave in their blocks what nobody computed."""
+
+    random: Random = dataclasses.field(default_factory=Random)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = super().execute(plan)
+        if self.random.random() > 0.05:
+            return result
+        for slot, count in zip(plan.slots, plan.num_tokens, strict=True):
+            state, size = self.slots[slot], self.capacity.block_size
+            for position in range(state.num_computed - count, state.num_computed):
+                self.kv[state.block_ids[position // size]][position % size] = -self.random.randrange(1, 1 << 40)
+        return out_of_memory(plan)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_steps_that_run_out_of_memory_spoil_no_answer_of_others(seed: int) -> None:
+    random = Random(seed)
+    capacity = WorkerCapacity(random.choice([24, 60]), 4, random.choice([4, 8]), 96, VOCAB, 64)
+    core = Scheduler(capacity, SchedulerLimits(random.choice([8, 24, 64]), 8))
+    driver = Driver(core, ExhaustedModel(capacity, random=random), depth=random.choice([1, 2, 3]))
+    prefixes = [prompt_of(40, 0), prompt_of(40, 1)]
+    prompts: dict[int, list[int]] = {}
+    while len(prompts) < 14 or core.num_requests:
+        if len(prompts) < 14 and random.random() < 0.7:
+            handle, shared = len(prompts), random.randrange(1, 40)
+            prompts[handle] = random.choice(prefixes)[:shared] + prompt_of(random.randrange(1, 6), 50 + handle)
+            params = SamplingParams(max_tokens=random.randrange(1, 24), seed=handle)
+            driver.add(NewRequest(handle, prompts[handle], params, priority=random.choice([0, 0, -1])))
+        if prompts and random.random() < 0.08:
+            core.abort(random.choice(list(prompts)))
+        driver.step()
+    driver.run()
+    for handle, prompt in prompts.items():
+        for token_ids in driver.requests[handle].token_ids.values():
+            assert token_ids == expected_tokens(prompt, handle, len(token_ids), VOCAB)
