@@ -161,4 +161,6 @@ def from_grpc(code: int, message: str, *, field: str = "", retry_after_ms: int =
     cls = preferred.get(code) or next((c for c in _subclasses(PagemillError) if c.grpc_code == code), PagemillError)
     if cls is InvalidRequestError and "context length" in message:
         cls = ContextLengthError
+    elif cls is PagemillError and "NaN" in message:
+        cls = NumericalError
     return cls(message, field=field, retry_after_ms=retry_after_ms)

@@ -19,9 +19,11 @@ from pagemill.errors import (
     AbortedError,
     ContextLengthError,
     InvalidRequestError,
+    NumericalError,
     OverloadedError,
     PagemillError,
     UnavailableError,
+    from_grpc,
 )
 from pagemill.rpc import (
     MAX_MESSAGE_BYTES,
@@ -34,6 +36,13 @@ from pagemill.rpc import (
     sync_channel,
 )
 from pagemill.v1 import inference_pb2, inference_pb2_grpc
+
+
+def test_an_internal_error_keeps_the_code_of_nan_and_no_other() -> None:
+    error = from_grpc(13, "the model produced NaN or infinite logits")
+    assert (type(error), error.http_status, error.openai_code) == (NumericalError, 500, "numerical_error")
+    other = from_grpc(13, "out of memory in the step that computed this request")
+    assert (type(other), other.http_status, other.openai_code) == (PagemillError, 500, None)
 
 
 class FailingService(inference_pb2_grpc.InferenceServicer):
