@@ -23,8 +23,8 @@ class OutputLengths:
         self._count = 0
 
     def note(self, sequence: Sequence) -> None:
-        """A sequence has ended."""
-        if sequence.ending_ids:
+        """A sequence has ended. One without output was never run, or failed, and says nothing."""
+        if sequence.ending_ids and sequence.num_output_tokens:
             self._count += 1
             self._mean += max(_MIN_WEIGHT, 1 / self._count) * (sequence.num_output_tokens - self._mean)
 

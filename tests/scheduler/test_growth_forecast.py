@@ -64,6 +64,8 @@ def test_nothing_is_expected_of_outputs_that_may_end_until_one_has() -> None:
     assert lengths.expected(sequence) == 50
     lengths.note(sequence_of(6, 60, 1000, may_end=True))
     assert lengths.expected(sequence) == 60
+    lengths.note(sequence_of(6, 0, 1000, may_end=True))
+    assert lengths.expected(sequence) == 60
     assert lengths.expected(sequence_of(10, 80, 1000, may_end=True)) == 91
     assert lengths.expected(sequence_of(10, 0, 20, may_end=True)) == 30
 
