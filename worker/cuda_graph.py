@@ -119,8 +119,15 @@ class DecodeGraphs:
     def log(self) -> None:
         """Say what was recorded."""
         largest = self._sizes[-1] if self._sizes else 0
-        mebibytes = self.num_bytes >> 20
-        logger.info("%d CUDA graphs of 1 to %d rows: %.1f s, %d MiB", len(self), largest, self.seconds, mebibytes)
+        mebibytes = self.num_bytes / (1 << 20)
+        logger.info(
+            "%d CUDA graphs of 1 to %d rows: %.1f s, %.0f MiB, %.1f MiB each",
+            len(self),
+            largest,
+            self.seconds,
+            mebibytes,
+            mebibytes / max(1, len(self)),
+        )
 
     def replay(self, padded_rows: int, plans: Mapping[int, AttentionPlan]) -> bool:
         """Launch a recorded step; False, counted, where the plans are not as they were when it was recorded."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
@@ -25,6 +27,16 @@ def test_more_rows_than_are_recorded_have_none() -> None:
 
 def test_without_graphs_no_step_is_padded() -> None:
     assert DecodeGraphs().padded_rows(1) is None
+
+
+def test_the_log_says_what_each_graph_takes(caplog: pytest.LogCaptureFixture) -> None:
+    graphs = DecodeGraphs()
+    graphs.num_bytes, graphs.seconds = 30 << 20, 1.5
+    graphs._recorded = dict.fromkeys([1, 2, 4, 8])  # type: ignore[arg-type]
+    graphs._sizes = [1, 2, 4, 8]
+    with caplog.at_level(logging.INFO):
+        graphs.log()
+    assert caplog.messages == ["4 CUDA graphs of 1 to 8 rows: 1.5 s, 30 MiB, 7.5 MiB each"]
 
 
 @pytest.mark.gpu
