@@ -158,10 +158,10 @@ __device__ __forceinline__ void run_worker(const Arguments& a, char* memory) {
   }
 }
 
-// Those of wide heads with a deep ring are for sm_90 and later, those with a shallow one for devices before.
+// Where there are two rings, the kernel with the deep one is for sm_90 and later, the other for devices before.
 template <typename C>
 __host__ __device__ constexpr bool is_for_this_architecture() {
-  if (C::kHeadSize <= 128) return true;
+  if (C::kHasShallowRing) return true;
 #if defined(__CUDA_ARCH__)
   return (C::kSharedBytes > kSmallSharedBytes) == (__CUDA_ARCH__ >= 900);
 #else

@@ -7,16 +7,17 @@
 
 namespace pagemill::cuda::decode {
 
-// 64 KB in flight for each thread block, two of which share a multiprocessor: deeper rings are slower, for what they
-// take from the first-level cache. Wide heads leave registers for one thread block only, whose ring is deep where
-// shared memory has room: sm_90 and later have 227 KB, sm_86 and sm_89 99 KB.
+// Rings of 64 KB serve every device: sm_86 and sm_89 have 99 KB a multiprocessor. Where deeper ones are faster, sm_90
+// and later have room for them: 227 KB, for two thread blocks, or for one where wide heads leave registers for one
+// only.
 template <typename T, int kHeadSize, Cache kCache, bool kIsLarge>
 struct Tuning {
   static constexpr int kRowBytes = kHeadSize * (kCache == Cache::k16Bit ? 2 : 1);
   static constexpr int kStageKilobytes = (kRowBytes + 127) / 128 * 4;
   static constexpr bool kIsWide = kHeadSize > 128;
   static constexpr int kWarps = kIsLarge || !kIsWide ? 4 : 2;
-  static constexpr int kRingKilobytes = kIsLarge && kIsWide ? 192 : 64;
+  static constexpr bool kIsDeep = kIsLarge && !has_shallow_ring(kHeadSize, kCache);
+  static constexpr int kRingKilobytes = !kIsDeep ? 64 : kIsWide ? 192 : 96;
   static constexpr int kStages = kRingKilobytes / (kWarps * kStageKilobytes);
   static constexpr int kBlocks = kIsWide ? 1 : 2;  // that registers leave room for
   using C = Config<T, kHeadSize, kCache, kWarps, kStages>;

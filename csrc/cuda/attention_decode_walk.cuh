@@ -9,6 +9,12 @@ namespace pagemill::cuda::decode {
 
 enum class Cache { k16Bit, kE4M3, kE5M2 };
 
+// Whether the shallow ring that fits every device is also the fastest where there is room for a deeper one: it leaves
+// more of the first-level cache.
+constexpr bool has_shallow_ring(int head_size, Cache cache) {
+  return head_size == 128 || (head_size < 128 && cache != Cache::k16Bit);
+}
+
 template <typename T, int kHeadSizeValue, Cache kCacheValue, int kWarpsValue, int kStagesValue>
 struct Config {
   using Query = T;
@@ -17,6 +23,7 @@ struct Config {
   static constexpr int kWarps = kWarpsValue;
   static constexpr int kStages = kStagesValue;
   static constexpr bool kIs8Bit = kCache != Cache::k16Bit;
+  static constexpr bool kHasShallowRing = has_shallow_ring(kHeadSize, kCache);
   // An 8-bit cache is widened to float16, which holds its numbers exactly.
   using Operand = std::conditional_t<kIs8Bit, __half, T>;
 
