@@ -27,7 +27,7 @@ from pagemill.v1 import scheduler_pb2, worker_pb2
 from scheduler.cache_directory import CacheDirectory
 from scheduler.engine import Engine, Turn
 from scheduler.metrics import CoreTotals
-from scheduler.parking import Key, ParkedRequests
+from scheduler.parking import Key, ParkedRequests, abort_waiting
 from scheduler.scheduler import RETRY_AFTER_MS
 from scheduler.sequence import (
     NewRequest,
@@ -189,7 +189,7 @@ class Dispatcher:
         session = request.owner
         assert isinstance(session, RouterSession)
         key = session, request.handle
-        if key in self._placements:
+        if key in self._placements or request.handle in session.backlog:
             # The live request keeps its handle, so the error must not end it.
             _log.warning("router %s submitted handle %d twice", session.router_id, request.handle)
             session.close(DuplicateRequestError(f"handle {request.handle} is live already", field="handle"))
@@ -202,7 +202,7 @@ class Dispatcher:
             if len(session.backlog) >= MAX_BACKLOG:
                 self._refuse(request, OverloadedError("too many requests wait", retry_after_ms=RETRY_AFTER_MS))
             else:
-                session.backlog.append(request)
+                session.backlog[request.handle] = request
             return
         session.handles.add(request.handle)
         self._placements[key] = _Placement()
@@ -213,9 +213,7 @@ class Dispatcher:
         key = session, handle
         placement = self._placements.get(key)
         if placement is None:
-            kept = [r for r in session.backlog if r.handle != handle]
-            session.backlog.clear()
-            session.backlog.extend(kept)
+            self._abort_held_back(session, handle, index)
         elif key in self._parked:
             self._deliver(session, OwnerOutput(finished=self._parked.abort(key, index)), 0)
         elif placement.engine is None:
@@ -223,6 +221,15 @@ class Dispatcher:
         elif index not in placement.aborts:
             placement.aborts.append(index)
             placement.engine.abort(session, handle, index)
+
+    def _abort_held_back(self, session: RouterSession, handle: int, index: int | None) -> None:
+        request = session.backlog.get(handle)
+        if request is None:
+            return
+        ended = abort_waiting(request, index)
+        if any(sequence.request_finished for sequence in ended):
+            del session.backlog[handle]
+        self._deliver(session, OwnerOutput(finished=ended), 0)
 
     # Placing.
 
@@ -285,7 +292,7 @@ class Dispatcher:
                 del self._placements[session, handle]
                 self._parked.remove((session, handle))
         while session.backlog and len(session.handles) < session.max_inflight_requests:
-            self.submit(session.backlog.popleft())
+            self.submit(session.backlog.pop(next(iter(session.backlog))))
         self._note_idleness()
 
     def _note_idleness(self) -> None:

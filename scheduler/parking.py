@@ -69,19 +69,23 @@ class ParkedRequests:
         return expired
 
     def abort(self, key: Key, index: int | None) -> list[FinishedSequence]:
-        """End a request, or one of its sequences; what ended. The last one has usage, and the request stays."""
-        request, _ = self._requests[key]
-        outputs = [request.delivered.setdefault(number, DeliveredTokens()) for number in range(request.params.n)]
-        ended: list[FinishedSequence] = []
-        for number, output in enumerate(outputs):
-            if output.finished or index not in (None, number):
-                continue
-            output.finished = True
-            ended.append(FinishedSequence(key[1], number, FinishReason.ABORT))
-        if ended and all(output.finished for output in outputs):
-            num_tokens = sum(len(output.token_ids) for output in outputs)
-            ended[-1].usage = Usage(len(request.token_ids), request.cached_tokens or 0, num_tokens)
-            ended[-1].timings = Timings(
-                request.arrival_unix_ns, request.scheduled_unix_ns, request.first_token_unix_ns, time.time_ns()
-            )
-        return ended
+        """As `abort_waiting`; the request stays."""
+        return abort_waiting(self._requests[key][0], index)
+
+
+def abort_waiting(request: NewRequest, index: int | None) -> list[FinishedSequence]:
+    """End a request that no engine has, or one of its sequences; what ended. The last one of the request has usage."""
+    outputs = [request.delivered.setdefault(number, DeliveredTokens()) for number in range(request.params.n)]
+    ended: list[FinishedSequence] = []
+    for number, output in enumerate(outputs):
+        if output.finished or index not in (None, number):
+            continue
+        output.finished = True
+        ended.append(FinishedSequence(request.handle, number, FinishReason.ABORT))
+    if ended and all(output.finished for output in outputs):
+        num_tokens = sum(len(output.token_ids) for output in outputs)
+        ended[-1].usage = Usage(len(request.token_ids), request.cached_tokens or 0, num_tokens)
+        ended[-1].timings = Timings(
+            request.arrival_unix_ns, request.scheduled_unix_ns, request.first_token_unix_ns, time.time_ns()
+        )
+    return ended

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 
 from pagemill.errors import PagemillError, SlowConsumerError
 from pagemill.v1 import scheduler_pb2
@@ -22,7 +21,7 @@ class RouterSession:
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
         self.handles: set[int] = set()  # live requests handed to an engine or parked
-        self.backlog: deque[NewRequest] = deque()
+        self.backlog: dict[int, NewRequest] = {}  # by handle, in order of arrival
         self.max_inflight_requests = 0  # 0 is no bound
         self.closed: asyncio.Future[PagemillError] = asyncio.get_running_loop().create_future()
         self._output: OwnerOutput | None = None

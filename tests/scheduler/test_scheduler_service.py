@@ -3,78 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from scheduler_fakes import expected_tokens
-from scheduler_peers import VOCAB, PeerRouter, PeerWorker, until
+from scheduler_deployment import solo
+from scheduler_peers import VOCAB, until
 
-from pagemill.config import SchedulerSettings
 from pagemill.rpc import aio_channel
-from pagemill.sampling_params import sequence_seed
 from pagemill.v1 import common_pb2, scheduler_pb2
 from scheduler import app as app_module
 from scheduler import session as session_module
-from scheduler.app import SchedulerProcess
-
-
-class Deployment:
-    """A scheduler in this loop, and its peers."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.process = SchedulerProcess(SchedulerSettings(port=0, check_integrity=True, **settings))
-        self.peers: list[PeerWorker | PeerRouter] = []
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.process.port}"
-
-    async def worker(self, *, wait: bool = True, **options: Any) -> PeerWorker:
-        worker = PeerWorker(self.address, **options)
-        self.peers.append(worker)
-        if wait:
-            await until(lambda: worker.attached is not None, "attached")
-        return worker
-
-    async def router(self) -> PeerRouter:
-        router = PeerRouter(self.address)
-        self.peers.append(router)
-        await until(lambda: router.hello is not None, "hello")
-        return router
-
-    def metric(self, name: str, **labels: str) -> float:
-        value = self.process.metrics.registry.get_sample_value(f"pagemill:{name}", labels)
-        assert value is not None
-        return value
-
-    async def idle(self) -> None:
-        gauges = ("num_requests_running", "num_requests_waiting", "kv_blocks_used")
-        await until(lambda: not any(self.metric(g) for g in gauges), "all gauges 0")
-        assert self.process.dispatcher.num_requests == 0
-
-
-@pytest.fixture
-async def deploy() -> AsyncIterator[Callable[..., Any]]:
-    deployments: list[Deployment] = []
-
-    async def start(**settings: Any) -> Deployment:
-        deployment = Deployment(**settings)
-        await deployment.process.start()
-        deployments.append(deployment)
-        return deployment
-
-    yield start
-    for deployment in deployments:
-        for peer in deployment.peers:
-            await peer.close()
-        await deployment.process.stop()
-
-
-def solo(prompt: list[int], count: int, index: int = 0) -> list[int]:
-    return expected_tokens(prompt, sequence_seed(5, index), count, VOCAB)
 
 
 async def test_64_streams_finish_and_leave_all_gauges_at_zero(deploy) -> None:
@@ -333,22 +272,6 @@ async def test_a_slow_router_gets_merged_output_and_a_stuck_one_is_cut_off(deplo
     await until(slow.task.done, "cut off")
     assert slow.end.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     await d.idle()
-
-
-async def test_flow_control_holds_requests_back(deploy) -> None:
-    d = await deploy()
-    await d.worker(step_s=0.001)
-    router = await d.router()
-    flow = scheduler_pb2.FlowControl(max_inflight_requests=2)
-    await router.call.write(scheduler_pb2.RouterMessage(flow_control=flow))
-    most = 0
-    for handle in range(6):
-        await router.submit(handle, [handle + 1, 2], 10)
-    while not all(router.is_over(h) for h in range(6)):
-        most = max(most, int(d.metric("num_requests_running")))
-        await asyncio.sleep(0.001)
-    assert most <= 2
-    assert all(router.tokens[h][0] == solo([h + 1, 2], 10) for h in range(6))
 
 
 async def test_load_reports_name_the_cached_prefixes(deploy) -> None:
