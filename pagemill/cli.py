@@ -22,6 +22,7 @@ _COMMANDS = {
     "worker": ("service", "Run one worker: weights, KV cache, kernels, sampling."),
     "chat": ("chat", "Talk with a served model in the terminal."),
     "complete": ("complete", "Continue one prompt and print the text as it comes."),
+    "top": ("top", "Show live what a deployment does: routers, schedulers, workers."),
     "config": ("config", "Print the settings in force and where each came from."),
     "bench": ("bench", "Measure throughput, latency, a server under load, and the kernels."),
     "doctor": ("doctor", "Say what this machine has and what is missing."),

@@ -18,7 +18,8 @@ from pagemill.commands import chat
 from pagemill.commands.chat import _is_turn as is_turn
 from pagemill.commands.endpoint import parse_ask_options
 
-COMMANDS = ["serve", "router", "scheduler", "worker", "chat", "complete", "config", "bench", "doctor", "version"]
+SERVICES = ["serve", "router", "scheduler", "worker"]
+COMMANDS = [*SERVICES, "chat", "complete", "top", "config", "bench", "doctor", "version"]
 
 
 ASK = {"max_tokens": 5, "temperature": 1.0, "top_p": 1.0, "seed": None}
