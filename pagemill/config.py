@@ -61,6 +61,7 @@ class CommonSettings(BaseModel):
     trace_sample_ratio: float = Field(1.0, ge=0, le=1, description="share of new traces that are recorded")
     metrics_host: str = Field("127.0.0.1", description="address of the metrics port")
     metrics_port: Port | None = Field(None, description="Prometheus port; unset: none (the router also has /metrics)")
+    metrics_vllm_names: bool = Field(False, description="export metrics also under the names that vLLM gives them")
     drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running streams get to finish after SIGTERM")
 
 

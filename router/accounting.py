@@ -41,15 +41,21 @@ class RequestAccount:
         self._prepared = prepared
         self._metrics = metrics
         self._num_tokens = 0
+        self._num_unfinished = prepared.sampling.n
         self._cached_tokens = 0
         self._has_last_event = False
         self._last_tokens_s: dict[int, float] = {}  # by sequence index
         metrics.prompt_tokens.inc(len(prepared.prompt_token_ids))
+        metrics.request_prompt_tokens.observe(len(prepared.prompt_token_ids))
 
     def observe(self, event: StreamEvent) -> None:
         """Account for the tokens of an event, as it is delivered."""
         now = time.monotonic()
+        num_before = self._num_tokens
         for delta in event.deltas:
+            if delta.finish_reason is not None:
+                self._num_unfinished -= 1
+                self._metrics.finished.labels(delta.finish_reason).inc()
             count = len(delta.token_ids)
             if not count:
                 continue
@@ -60,6 +66,9 @@ class RequestAccount:
                 self._metrics.inter_token_latency.observe((now - before) / count, count)
             self._last_tokens_s[delta.index] = now
             self._num_tokens += count
+        # As they come, not at the end: the rate of an output that takes minutes is to be seen meanwhile.
+        if self._num_tokens > num_before:
+            self._metrics.generation_tokens.inc(self._num_tokens - num_before)
         if event.usage is not None:
             self._cached_tokens = event.usage.cached_tokens
             self._has_last_event = True
@@ -73,7 +82,9 @@ class RequestAccount:
         prepared, metrics = self._prepared, self._metrics
         seconds = (time.time_ns() - prepared.arrival_unix_ns) / 1e9
         metrics.requests.labels(outcome).inc()
-        metrics.generation_tokens.inc(self._num_tokens)
+        metrics.request_generation_tokens.observe(self._num_tokens)
+        if self._num_unfinished:
+            metrics.finished.labels("abort" if outcome == "CANCELLED" else "error").inc(self._num_unfinished)
         metrics.request_latency.observe(seconds)
         from_cache = prepared.cached_output is not None
         span = prepared.span

@@ -24,6 +24,7 @@ from pagemill.model_source import load_config, resolve_model
 from pagemill.rpc import Health, ShutdownSignal, aio_server, bind
 from pagemill.telemetry import setup_logging, setup_tracing, shutdown_tracing, start_metrics_server
 from pagemill.v1 import inference_pb2_grpc
+from pagemill.vllm_names import ROUTER_ALIASES, exported_registry
 from router.chat import ChatRenderer, configured_templates
 from router.grpc_service import SERVICE_NAME, InferenceServicer
 from router.http.app import create_app
@@ -180,9 +181,11 @@ async def _serve(settings: RouterSettings, shutdown: ShutdownSignal) -> int:
         )
         health.add_to(grpc_server, [SERVICE_NAME])
         grpc_port = bind(grpc_server, settings.grpc_host, settings.grpc_port)
-        metrics_port = start_metrics_server(settings, parts.metrics.registry)
+        # The model's own name, not a served one: schedulers, which know no other, have to show the same.
+        registry = exported_registry(settings, parts.metrics.registry, ROUTER_ALIASES, lambda: files.name)
+        metrics_port = start_metrics_server(settings, registry)
         parts.start()
-        app = create_app(parts.pipeline, settings, parts.metrics.registry, files.tokenizer)
+        app = create_app(parts.pipeline, settings, registry, files.tokenizer)
         http_server = _HttpServer(app)
         await health.set_serving(False)
         await grpc_server.start()

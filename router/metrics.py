@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pagemill.weighted_histogram import WeightedHistogram
+from router.generation import FinishReason
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80)
 _ITL_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.4, 0.8, 2, 5)
+_TOKEN_COUNT_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _E2E_BUCKETS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640)
 
 
@@ -77,6 +80,21 @@ class RouterMetrics:
         )
         self.prompt_tokens = Counter("pagemill:prompt_tokens_total", "prompt tokens taken", registry=r)
         self.generation_tokens = Counter("pagemill:generation_tokens_total", "output tokens delivered", registry=r)
+        self.request_prompt_tokens = Histogram(
+            "pagemill:request_prompt_tokens", "prompt tokens of a request", buckets=_TOKEN_COUNT_BUCKETS, registry=r
+        )
+        self.request_generation_tokens = Histogram(
+            "pagemill:request_generation_tokens",
+            "output tokens of a request, all of its sequences together",
+            buckets=_TOKEN_COUNT_BUCKETS,
+            registry=r,
+        )
+        self.finished = Counter(
+            "pagemill:request_success_total",
+            "sequences that ended, by the reason that the client was told",
+            ["finished_reason"],
+            registry=r,
+        )
         self.resubmissions = Counter(
             "pagemill:resubmissions_total", "requests handed to a scheduler again after a loss", registry=r
         )
@@ -90,6 +108,8 @@ class RouterMetrics:
             registry=r,
         )
         self.cache_errors = Counter("pagemill:prompt_cache_errors_total", "failed Redis operations", registry=r)
+        for reason in get_args(FinishReason):
+            self.finished.labels(reason)
         for kind in ("tokens", "response"):
             self.cache_hits.labels(kind)
             self.cache_misses.labels(kind)

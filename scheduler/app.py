@@ -14,6 +14,7 @@ from pagemill.garbage_collector import settle_garbage_collector
 from pagemill.rpc import Health, ShutdownSignal, aio_server, bind
 from pagemill.telemetry import setup_logging, setup_tracing, shutdown_tracing, start_metrics_server
 from pagemill.v1 import scheduler_pb2_grpc
+from pagemill.vllm_names import SCHEDULER_ALIASES, exported_registry
 from scheduler.dispatcher import Dispatcher
 from scheduler.metrics import SchedulerMetrics
 from scheduler.service import SERVICE_NAME, SchedulerServicer
@@ -99,7 +100,10 @@ async def run(settings: SchedulerSettings) -> int:
         asyncio.get_running_loop().add_signal_handler(
             signal.SIGUSR1, process.dispatcher.profile_workers, PROFILED_STEPS
         )
-        metrics_port = start_metrics_server(settings, process.metrics.registry)
+        registry = exported_registry(
+            settings, process.metrics.registry, SCHEDULER_ALIASES, lambda: process.dispatcher.model_name
+        )
+        metrics_port = start_metrics_server(settings, registry)
         await process.start()
         settle_garbage_collector()
         ready = {"service": "scheduler", "port": process.port, "grpc_port": process.port, "metrics_port": metrics_port}

@@ -77,6 +77,7 @@ class Dispatcher:
         self._placements: dict[Key, _Placement] = {}
         self._parked = ParkedRequests(settings.max_queued_requests, settings.max_queued_tokens)
         self._last_fingerprint = ""
+        self.model_name = ""  # as the worker that came last calls it; "" before there was one
         self._retired = CoreTotals()
         self._directory = CacheDirectory()
         self.is_draining = False
@@ -108,6 +109,7 @@ class Dispatcher:
         self._announce()
         is_other_model = self._last_fingerprint not in ("", worker.hello.model_fingerprint)
         self._last_fingerprint = worker.hello.model_fingerprint
+        self.model_name = worker.hello.model
         for key, request in self._parked.take_all().items():
             if is_other_model and request.scheduled_unix_ns:
                 # What another model began, this one cannot continue.

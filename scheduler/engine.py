@@ -217,6 +217,7 @@ class Engine:
         try:
             self.core.add_request(request)
         except PagemillError as error:
+            self._observer.request_refused(error.grpc_code)
             self._fail(request.owner, request.handle, error)
 
     def _fail(self, owner: Hashable, handle: int, error: PagemillError) -> None:

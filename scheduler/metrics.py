@@ -18,6 +18,9 @@ from scheduler.sequence import FinishReason, Request
 _TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 _FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0, 120.0)
 
+_QUEUE_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_DECODE_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+
 
 class CoreGauges(Collector):
     """Numbers read from the live cores at scrape time, plus the totals of cores that are gone."""
@@ -32,6 +35,7 @@ class CoreGauges(Collector):
             ("num_requests_waiting", "requests waiting for a slot", totals.waiting),
             ("kv_blocks_used", "KV blocks that live sequences refer to", totals.blocks_used),
             ("kv_blocks_total", "KV blocks in all", totals.blocks_total),
+            ("kv_cache_usage_ratio", "share of the KV blocks that live sequences refer to", totals.kv_cache_usage),
             ("workers", "attached workers", totals.workers),
         ):
             yield GaugeMetricFamily(f"pagemill:{name}", text, value=value)
@@ -51,6 +55,11 @@ class CoreTotals:
     def __init__(self) -> None:
         self.running = self.waiting = self.blocks_used = self.blocks_total = self.workers = 0
         self.preemptions = self.hit_tokens = self.query_tokens = self.steps = self.aborted = 0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """From 0 to 1; 0 where there are no blocks."""
+        return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
 
     def add_counters(self, counters: SchedulerCounters) -> None:
         self.preemptions += counters.preemptions
@@ -76,6 +85,9 @@ class SchedulerMetrics:
             buckets=_FIRST_TOKEN_BUCKETS_S,
             registry=self.registry,
         )
+        self.queue_time = self._phase("queue", "from arrival until its first tokens are planned", _QUEUE_BUCKETS_S)
+        self.prefill_time = self._phase("prefill", "from there to the first output token", _FIRST_TOKEN_BUCKETS_S)
+        self.decode_time = self._phase("decode", "from the first output token to the end", _DECODE_BUCKETS_S)
         self.finished = Counter(
             "pagemill:request_success", "sequences that ended, by reason", ["finished_reason"], registry=self.registry
         )
@@ -84,6 +96,9 @@ class SchedulerMetrics:
         )
         for reason in FinishReason:
             self.finished.labels(reason.name.lower())
+
+    def _phase(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"pagemill:request_{name}_time_seconds", text, buckets=buckets, registry=self.registry)
 
 
 class EngineObserver:
@@ -113,9 +128,25 @@ class EngineObserver:
 
     def request_ended(self, request: Request, error_code: int) -> None:
         if error_code:
-            self._metrics.failed.labels(str(error_code)).inc()
+            self.request_refused(error_code)
+        self._observe_phases(request)
         if request.traceparent:
             self._record_spans(request, error_code)
+
+    def request_refused(self, error_code: int) -> None:
+        """A request failed, perhaps before it was one of the core's."""
+        self._metrics.failed.labels(str(error_code)).inc()
+
+    def _observe_phases(self, request: Request) -> None:
+        """The phases that the request completed; the last one also where it was ended in it."""
+        metrics = self._metrics
+        arrival, scheduled = request.arrival_unix_ns, request.scheduled_unix_ns
+        first_token, finished = request.first_token_unix_ns, request.finished_unix_ns
+        if scheduled:
+            metrics.queue_time.observe((scheduled - arrival) / 1e9)
+        if first_token:
+            metrics.prefill_time.observe((first_token - scheduled) / 1e9)
+            metrics.decode_time.observe((finished - first_token) / 1e9)
 
     def _record_spans(self, request: Request, error_code: int) -> None:
         context = context_from_traceparent(request.traceparent)

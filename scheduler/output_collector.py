@@ -16,7 +16,7 @@ class SchedulerObserver(Protocol):
         """The first output token came back."""
 
     def tokens(self, num_tokens: int) -> None:
-        """A result brought this many tokens of sequences that had one before."""
+        """A result brought tokens, this many of them of sequences that had one before; called also where none had."""
 
     def sequence_finished(self, reason: FinishReason) -> None:
         """One sequence ended."""

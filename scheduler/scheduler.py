@@ -185,6 +185,7 @@ class Scheduler:
         requests = [r for r in self._requests.values() if r.owner == owner]
         for request in requests:
             self.counters.aborted += 1
+            self._count_unfinished(request, FinishReason.ABORT)
             self._end_request(request)
             self._observer.request_ended(request, AbortedError.grpc_code)
         return len(requests)
@@ -232,7 +233,7 @@ class Scheduler:
                 token_ids.append(token)
                 self._look_at(sequence, token)
         self._outputs.add_tokens(rows, result, dropped)
-        if len(rows) - len(dropped) - num_first:
+        if rows:
             self._observer.tokens(len(rows) - len(dropped) - num_first)
         self._planner.result_is_back(result.step)
         return self._outputs.take()
@@ -311,12 +312,16 @@ class Scheduler:
         self._outputs.of(request.owner).finished.append(finished)
 
     def _fail(self, request: Request, error: PagemillError) -> None:
+        self._count_unfinished(request, FinishReason.ERROR)
         self._end_request(request)
         self.counters.failed += 1
-        self.counters.finished[FinishReason.ERROR] += 1
-        self._observer.sequence_finished(FinishReason.ERROR)
         self._observer.request_ended(request, error.grpc_code)
         self._outputs.of(request.owner).failures.append(RequestFailure(request.handle, error, request.timings()))
+
+    def _count_unfinished(self, request: Request, reason: FinishReason) -> None:
+        for _ in request.live_sequences():
+            self.counters.finished[reason] += 1
+            self._observer.sequence_finished(reason)
 
     def _end_request(self, request: Request) -> None:
         request.finished_unix_ns = self._clock()

@@ -30,6 +30,7 @@ from pagemill.telemetry import (
 )
 from pagemill.v1 import worker_pb2
 from worker import wire
+from worker.gpu_metrics import export_gpu
 from worker.link import Backoff, SchedulerStream, StreamEndedError
 from worker.metrics import WorkerMetrics
 from worker.model_runner import ModelRunner
@@ -62,6 +63,7 @@ def run(settings: WorkerSettings) -> int:
     try:
         runner = ModelRunner(settings)
         metrics = WorkerMetrics(runner.capacity)
+        export_gpu(metrics.registry, runner.device)
         metrics_port = start_metrics_server(settings, metrics.registry)
         shutdown = Shutdown()
         shutdown.install()

@@ -34,7 +34,9 @@ async def test_64_streams_finish_and_leave_all_gauges_at_zero(deploy) -> None:
     await d.idle()
     assert d.metric("request_success_total", finished_reason="length") == 64
     assert d.metric("time_to_first_token_seconds_count") == 64
-    assert d.metric("inter_token_latency_seconds_count") > 0
+    assert d.metric("inter_token_latency_seconds_count") == sum(9 + handle % 7 for handle in prompts)
+    phases = {phase: d.metric(f"request_{phase}_time_seconds_count") for phase in ("queue", "prefill", "decode")}
+    assert phases == {"queue": 64, "prefill": 64, "decode": 64}
 
 
 @pytest.mark.parametrize(("configured", "in_force"), [(2048, 256), (64, 64)])
@@ -224,6 +226,7 @@ async def test_a_router_that_hangs_up_frees_its_blocks_and_leaves_others_alone(d
     assert stays.tokens[1][0] == solo([1, 2, 3], 30)
     await d.idle()
     assert worker.num_results < 400
+    assert d.metric("request_success_total", finished_reason="abort") == d.metric("requests_aborted_total") == 10
 
 
 async def test_aborts_end_a_request_or_one_sequence(deploy) -> None:
