@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -77,10 +79,14 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(arguments: tuple[str, ..
     assert done.stderr.count("\n") == 1
 
 
+def start(address: str, *options: str, **streams: Any) -> subprocess.Popen[Any]:
+    """The command as a shell starts it in the foreground, also where the tests were started to ignore ctrl-C."""
+    hears_ctrl_c = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen([*TOP, *options, address], preexec_fn=hears_ctrl_c, **streams)
+
+
 def test_frames_follow_each_other_in_a_pipe_until_ctrl_c(router_port: int) -> None:
-    top = subprocess.Popen(
-        [*TOP, f"127.0.0.1:{router_port}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    top = start(f"127.0.0.1:{router_port}", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert top.stdout is not None
     headlines = 0
     while headlines < 3:
@@ -94,8 +100,8 @@ def test_frames_follow_each_other_in_a_pipe_until_ctrl_c(router_port: int) -> No
 
 def test_ctrl_c_does_not_wait_for_an_address_that_hangs() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        command = [*TOP, "--timeout", "600", f"127.0.0.1:{silent.getsockname()[1]}"]
-        top = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        top = start(address, "--timeout", "600", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         connection, _ = silent.accept()
         with connection:
             assert connection.recv(4) == b"GET "
@@ -107,9 +113,7 @@ def test_ctrl_c_does_not_wait_for_an_address_that_hangs() -> None:
 def test_a_terminal_is_given_back_after_ctrl_c(router_port: int) -> None:
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "150", "LINES": "40"}
-    top = subprocess.Popen(
-        [*TOP, f"127.0.0.1:{router_port}"], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-    )
+    top = start(f"127.0.0.1:{router_port}", stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     shown = b""
     deadline_s = time.monotonic() + 60
@@ -118,6 +122,7 @@ def test_a_terminal_is_given_back_after_ctrl_c(router_port: int) -> None:
         shown += _read(ours)
     top.send_signal(signal.SIGINT)
     while top.poll() is None:
+        assert time.monotonic() < deadline_s, "ctrl-C did not end it"
         shown += _read(ours)
     with contextlib.suppress(OSError):
         shown += _read(ours)
