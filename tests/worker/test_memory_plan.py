@@ -88,13 +88,20 @@ def test_a_model_of_an_unknown_family_is_tried() -> None:
         memory.allocate(20 * GIB)
 
 
-@pytest.mark.parametrize("limit", ["max_num_batched_tokens", "max_num_seqs"])
-def test_work_buffers_that_the_host_has_no_memory_for_are_refused(tmp_path: Path, limit: str) -> None:
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [
+        ("max_num_batched_tokens", "the largest step does not fit into memory; lower max_num_batched_tokens"),
+        ("max_num_seqs", "sequences of max_model_len 2048 tokens are too many"),
+    ],
+)
+def test_work_buffers_that_no_host_can_hold_are_refused_by_name(tmp_path: Path, limit: str, reason: str) -> None:
     config = {**TINY, "architectures": ["LlamaForCausalLM"], "hidden_size": 1024, "max_position_embeddings": 2048}
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = WorkerSettings(model=str(tmp_path), device="cpu", load_format="dummy", **{limit: MAX_COUNT})
-    with pytest.raises(ConfigError, match="the largest step does not fit into memory; lower max_num_batched_tokens"):
+    with pytest.raises(ConfigError, match=reason) as refusal:
         ModelRunner(settings)
+    assert limit in refusal.value.message
 
 
 def test_the_hosts_pool_is_a_setting() -> None:
