@@ -14,8 +14,8 @@ _HELP = """Write config.json and tokenizer.json of a shape into a directory, for
 The tokenizer is a byte-level one of the model's vocabulary size; it knows runs of letters and no language.
 
 \b
-pagemill bench make-model --shape llama-3-8b --out /tmp/llama-3-8b
-pagemill serve /tmp/llama-3-8b --load-format dummy
+pagemill bench make-model --shape llama-3-8b --out ./llama-3-8b
+pagemill serve ./llama-3-8b --load-format dummy
 """
 
 
