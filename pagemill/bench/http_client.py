@@ -11,7 +11,7 @@ import json
 import ssl
 import time
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 from pagemill.bench.records import Answer
@@ -129,17 +129,14 @@ class _ClosedUnused(UnavailableError):
     """A kept connection was closed by the server before it answered anything: the request may be sent again."""
 
 
-class _Receiver:
+class _Receiver(Protocol):
     """Takes a response in."""
 
-    def begin(self, status: int) -> None:
-        raise NotImplementedError
+    def begin(self, status: int) -> None: ...
 
-    def feed(self, data: bytes, now_s: float) -> None:
-        raise NotImplementedError
+    def feed(self, data: bytes, now_s: float) -> None: ...
 
-    def finish(self) -> None:
-        raise NotImplementedError
+    def finish(self) -> None: ...
 
 
 class _Document(_Receiver):

@@ -48,7 +48,7 @@ class LaunchExecution:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         if device.type == "cuda":
-            # For 32 to 64 rows cuBLASLt's own choice of kernels is 2 to 7 % faster; for others it is the same.
+            # Its own choice of kernels was 2 % faster in steps of 64 rows; elsewhere nothing stood out of the noise.
             torch.backends.cuda.preferred_blas_library("cublaslt")
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> DeviceLinear:
